@@ -172,11 +172,11 @@ RESULTS = DOCS.parent / "benchmarks/results"
 
 
 def half_parameters(path):
-    """How bfloat16 parameters train, as `benchmarks/half_parameters.py` measured it."""
+    """How bfloat16 parameters train, as `benchmarks/half_storage.py` measured it."""
     forms = "float32 parameters", "naive", "remainder", "stochastic"
     panels = [
         _losses(
-            "half_parameters",
+            "half_storage",
             f"{task}, learning rate {rate}",
             forms,
             scale,
@@ -189,13 +189,13 @@ def half_parameters(path):
 
 
 def half_states(path):
-    """How averages in bfloat16 train, as `benchmarks/half_states.py` measured it."""
+    """How averages in bfloat16 train, as `benchmarks/half_storage.py` measured it."""
     forms = "float32", "to nearest", "stochastic"
     titles = [
         "AdamW, b2 .999, learning rate 1e-3",
         "RMSprop, decay .999, learning rate 1e-3",
     ]
-    _show.figure(path, [_losses("half_states", x, forms, "log") for x in titles])
+    _show.figure(path, [_losses("half_storage", x, forms, "log") for x in titles])
 
 
 def _losses(results, title, forms, scale, hidden=()):

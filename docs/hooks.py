@@ -1,4 +1,4 @@
-"""What MkDocs calls: links from names to entries, a table of names, the notebook.
+"""What MkDocs calls: links of names, a table of names, parts of other files.
 
 Names are those of the pages in docs/api. The addresses of JAX's and Optax's are spelled
 out, because the site is built without a network.
@@ -8,8 +8,13 @@ import itertools
 import json
 import pathlib
 import re
+import textwrap
 
 DOCS = pathlib.Path(__file__).parent
+EXAMPLES = DOCS.parent / "examples"
+README = re.compile(r"^<!-- readme: (\w+) -->$", re.MULTILINE)
+DIFF = re.compile(r"^```diff\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+EXAMPLE = re.compile(r"^<!-- example: (\w+)(, wrap)? -->$", re.MULTILINE)
 OWN = {
     name: name
     for page in DOCS.glob("api/*.md")
@@ -86,7 +91,40 @@ def on_page_markdown(markdown, page, **_):
         return markdown.replace("<!-- all names -->", _table())
     if page.file.src_uri == "notebook.md":
         return markdown.replace("<!-- notebook -->", _notebook())
-    return markdown
+    return EXAMPLE.sub(_example, README.sub(_of_readme, markdown))
+
+
+def _of_readme(match):
+    """A part of the README: a diff is shown, and what it leaves can be copied."""
+    text = (DOCS.parent / "README.md").read_text()
+    part = text.partition(f"<!-- start: {match[1]} -->\n")[2]
+    part = part.partition("<!-- end: ")[0].replace("](docs/", "](")
+    part = re.sub(r"^<!-- block: .*\n", "", part, flags=re.MULTILINE)
+    return DIFF.sub(_with_copy, part)
+
+
+def _with_copy(match):
+    lines = [line for line in match[1].splitlines() if not line.startswith("-")]
+    code = textwrap.indent("\n".join(line[1:] for line in lines), "    ")
+    shown = f"``` {{ .diff .no-copy }}\n{match[1]}```"
+    copied = f'??? example "These lines, to copy"\n\n    ```py\n{code}\n    ```'
+    return f"{shown}\n\n{copied}"
+
+
+def _example(match):
+    """What an example prints, and its program, folded."""
+    name, wrap = match.groups()
+    printed, original = EXAMPLES / f"outputs/{name}.txt", EXAMPLES / f"_{name}.txt"
+    parts = ["<div data-search-exclude markdown>"]
+    if printed.exists():
+        fence = "``` { .text .wrap }" if wrap else "```text"
+        parts.append(f"{fence}\n{printed.read_text()}```")
+    files = {"The program": EXAMPLES / f"{name}.py", "The PyTorch script": original}
+    for title, path in files.items():
+        if path.exists():
+            code = textwrap.indent(f"```py\n{path.read_text()}```", "    ")
+            parts.append(f'??? example "{title}"\n\n{code}')
+    return "\n\n".join([*parts, "</div>"])
 
 
 def _notebook():

@@ -1,6 +1,6 @@
 """A PyTorch script with autocast and GradScaler, ported to NNX, and its step checked.
 
-The original is `_pytorch_original.py`, line by line. Casts, scaler and clipping have
+The original is `_from_pytorch.txt`, line by line. Casts, scaler and clipping have
 moved: into `autocast` around the loss, and into the optimizer.
 """
 

@@ -61,7 +61,7 @@ class Policy:
 
     def __str__(self) -> str:
         dtypes = (self.param_dtype, self.compute_dtype, self.output_dtype)
-        return "p={},c={},o={}".format(*(dtype_to_names[d][0] for d in dtypes))
+        return "p={},c={},o={}".format(*map(_name_of, dtypes))
 
 
 def get_policy(policy_name: str) -> Policy:
@@ -135,6 +135,16 @@ def checked_half(argument: str, dtype: DTypeLike | None) -> np.dtype:
         f"autocast: expected {argument} float16 or bfloat16, got {dtype!r}; short "
         'names are "f16" and "bf16"'
     )
+
+
+def _name_of(dtype: DTypeLike) -> str:
+    """Returns jmp's name of a dtype in any form, or its own."""
+    named = name_to_dtype.get(dtype) if isinstance(dtype, str) else None
+    dtype = jnp.dtype(named or dtype)
+    for known, names in dtype_to_names.items():
+        if dtype == known:
+            return names[0]
+    return dtype.name
 
 
 def _parse_dtype(name: str) -> DTypeLike:

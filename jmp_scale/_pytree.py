@@ -27,6 +27,7 @@ class Pytree:
     """A frozen dataclass as a pytree; its leaves are fields of type `LeafField`."""
 
     _leaf_names: ClassVar[tuple[str, ...]] = ()  # set by `register`
+    _may_round: ClassVar[bool] = False  # whether floats may come back from bfloat16
 
     def __repr__(self) -> str:
         """Shows the arguments that differ from defaults, and make an equal object."""
@@ -148,7 +149,7 @@ def _from_state_dict(target: Pytree, state: PyTree) -> Pytree:
     expected, got = _types(leaves), repr(state)
     # Flax compares names only for its own kinds of containers.
     if isinstance(state, dict) and state.keys() == leaves.keys():
-        state = {name: _exactly(x, leaves[name]) for name, x in state.items()}
+        state = {k: _cast(x, leaves[k], target._may_round) for k, x in state.items()}
         got = _types(state)
     if got != expected:
         path = sys.modules["flax.serialization"].current_path()
@@ -163,10 +164,14 @@ def _from_state_dict(target: Pytree, state: PyTree) -> Pytree:
     return jax.tree.unflatten(jax.tree.structure(target), arrays)
 
 
-def _exactly(x: ArrayLike, like: ArrayLike) -> ArrayLike:
-    """Casts powers of two, which the bfloat16 of some checkpoints holds exactly."""
+def _cast(x: ArrayLike, like: ArrayLike, may_round: bool) -> ArrayLike:
+    """Casts floats, which some checkpointers write as bfloat16.
+
+    S is a power of two, which bfloat16 represents exactly; others may be rounded.
+    """
     dtypes = jnp.result_type(x), jnp.result_type(like)
     if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         return x
-    mantissas, _ = np.frexp(np.asarray(x, np.float64))
-    return jnp.asarray(x, dtypes[1]) if (mantissas == 0.5).all() else x
+    values = np.asarray(x, np.float64)
+    is_kept = np.isfinite(values) if may_round else np.frexp(values)[0] == 0.5
+    return jnp.asarray(x, dtypes[1]) if is_kept.all() else x

@@ -1,23 +1,20 @@
 """Checks arguments; errors name the function and the argument."""
 
 import dataclasses
-import functools
 import inspect
 import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ._tree import is_module
-from ._types import Function, Leaf
-
-F = TypeVar("F", bound=Function)
+from ._types import Leaf
 
 # In this range S and 1/S are normal in float32. XLA flushes subnormals to zero.
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
@@ -97,18 +94,15 @@ def static_loss_scale(arguments: Arguments, value: object) -> float:
 
 def rule(arguments: Arguments, given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the static fields of a `DynamicLossScale` as numbers and strings."""
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {"backoff_factor": None}
     for field, least in _LEAST_INTEGERS.items():
         values[field] = arguments.integer(field, given[field], least)
     for field, words in _WORDS.items():
         values[field] = arguments.word(field, given[field], words)
     for field, (low, high, allowed) in _BETWEEN.items():
-        if field == "backoff_factor" and given[field] is None:
-            values[field] = None
-            continue
-        number = arguments.number(field, given[field])
-        arguments.require(low < number < high, field, given[field], allowed)
-        values[field] = number
+        if field != "backoff_factor" or given[field] is not None:
+            number = values[field] = arguments.number(field, given[field])
+            arguments.require(low < number < high, field, given[field], allowed)
     for field in ("loss_scale", "min_loss_scale"):
         dtype = getattr(given[field], "dtype", jnp.float32)
         if jnp.issubdtype(dtype, jnp.integer):
@@ -172,31 +166,12 @@ def key_words(function: str, key: jax.Array) -> jax.Array:
     return words[:2]
 
 
-def warn(message: str, category: type[Warning] = UserWarning) -> None:
+def warn(message: str) -> None:
     """Warns at the line of the first caller outside of libraries."""
     frame, level = sys._getframe(), 1
     while frame and _LIBRARIES.match(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level)
-
-
-def renamed(**names: str) -> Callable[[F], F]:
-    """Decorates by `@renamed(old="new")`: earlier names of arguments work and warn."""
-
-    def decorate(fun: F) -> F:
-        @functools.wraps(fun)
-        def with_new_names(*args: Any, **kwargs: Any) -> Any:
-            given = {}
-            for old in names.keys() & kwargs.keys():
-                new = names[old]
-                given[new] = kwargs.pop(old)
-                text = f"{fun.__name__}: the argument {old} is now {new}; write {new}="
-                warn(text, DeprecationWarning)
-            return fun(*args, **kwargs, **given)
-
-        return with_new_names  # pyright: ignore[reportReturnType]
-
-    return decorate
+    warnings.warn(message, stacklevel=level)
 
 
 def _float32(number: float) -> float:

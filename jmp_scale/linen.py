@@ -135,13 +135,8 @@ def _selected(
     """Returns the changes; if not `applied`, the old values of fields not static."""
     fields = dataclasses.fields(state)  # pyright: ignore[reportArgumentType]
     is_node = {field.name: field.metadata.get("pytree_node", True) for field in fields}
-    unknown = changes.keys() - is_node.keys()
-    if unknown:
-        raise TypeError(
-            "TrainState.apply_gradients: expected the loss as value=, and fields of "
-            f"the state ({', '.join(is_node)}), got {min(unknown)}="
-        )
-    new = {name: value for name, value in changes.items() if is_node[name]}
+    # Names that are not fields are refused by `replace`.
+    new = {name: x for name, x in changes.items() if is_node.get(name)}
     old = {name: getattr(state, name) for name in new}
     return changes | select_tree(applied, new, old)
 

@@ -6,7 +6,6 @@ import pathlib
 import re
 
 import _hlo
-import _stability_rules as rules
 import _targets
 import autocast
 import correctness
@@ -22,7 +21,6 @@ import overhead
 import pytest
 import sharded
 import stability
-from _health_runs import CHECK, Run, Setting
 from _loops import Step, train_jmp_scale
 from _stability_tasks import Task
 
@@ -97,13 +95,13 @@ def outcome(rule, fault):
 
 
 def ratio(rule, fault):
-    clean = outcome(rules.nothing, stability.CLEAN)[0]
+    clean = outcome(stability.nothing, stability.CLEAN)[0]
     return stability.worst_ratio(outcome(rule, fault)[0], clean)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_guard_skips_exactly_the_bad_batches_and_gives_way_without_one(fault):
-    skips, bad = outcome(rules.guard, fault)[1], FAULTS[fault][1]
+    skips, bad = outcome(stability.guard, fault)[1], FAULTS[fault][1]
     if fault in HARMFUL:
         np.testing.assert_array_equal(skips, np.stack([bad] * SEEDS))
     else:
@@ -112,28 +110,29 @@ def test_the_guard_skips_exactly_the_bad_batches_and_gives_way_without_one(fault
 
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name != stability.CLEAN])
 def test_a_guarded_run_ends_within_15_percent_of_the_clean_one(fault):
-    assert ratio(rules.guard, fault) <= stability.GOAL
+    assert ratio(stability.guard, fault) <= stability.GOAL
     if fault in ("one spike", "NaN later"):
-        assert ratio(rules.nothing, fault) > stability.GOAL
+        assert ratio(stability.nothing, fault) > stability.GOAL
 
 
 def test_precision_of_health_leaves_out_runs_between_and_recall_is_of_one_kind():
     falls, said = np.linspace(2, 1, 500), frozenset({"loss diverges"})
     grows, blows_up = np.append(falls, falls[::-1]), np.append([2, 1e4], falls[:498])
 
-    def run(loss, said=frozenset()):
-        return Run(Setting(), loss, np.ones(loss.shape), [(CHECK, said)])
+    def run(loss, said=frozenset(), fault=""):
+        return health_validation.Run(loss, np.ones(loss.shape), said, fault)
 
     outcomes = [
         (health_validation.WRONG, run(grows, said)),
         (health_validation.WRONG, run(grows)),
         (health_validation.WRONG, run(blows_up, said)),
+        (health_validation.WRONG, run(falls, fault="bursts")),
         (health_validation.WELL, run(falls, said)),
         (health_validation.BETWEEN, run(falls, said)),
     ]
     scores = functools.partial(health_validation.scores, wanted=said)
     assert scores(outcomes, kind="loss diverges") == [2, 1, 1, 2, 1, 1, "0.67", "0.50"]
-    assert scores(outcomes) == [3, 1, 1, 2, 1, 1, "0.67", "0.67"]
+    assert scores(outcomes) == [4, 1, 1, 2, 1, 1, "0.67", "0.50"]
     assert scores([])[-2:] == ["-", "-"]
 
 

@@ -131,6 +131,23 @@ def test_s_is_restored_from_any_floating_dtype_that_holds_it(dtype):
             flax.serialization.from_state_dict(target, saved(s))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_statistics_of_a_guard_are_restored_from_any_floating_dtype(dtype):
+    def saved(mean):
+        guard = flax.serialization.to_state_dict(GUARD) | {"accepted": np.int32(9)}
+        means = {"loss_mean": mean, "norm_mean": -3.3, "loss_deviation": 0.1}
+        return guard | {name: np.asarray(x).astype(dtype) for name, x in means.items()}
+
+    restored = flax.serialization.from_state_dict(GUARD, saved(1.2345))
+    expected = saved(1.2345)["loss_mean"].astype(np.float32)
+    assert_bitwise_equal(
+        (restored.loss_mean, restored.accepted), (expected, np.int32(9))
+    )
+    assert restored.norm_mean.dtype == restored.loss_deviation.dtype == jnp.float32
+    with pytest.raises(ValueError, match=r"SpikeGuard at path .*in a dtype that roun"):
+        flax.serialization.from_state_dict(GUARD, saved(np.inf))
+
+
 HALF_PARAMS = {name: x.astype(jnp.bfloat16) for name, x in PARAMS.items()}
 KEY = jax.random.key(0)
 for kind in (optax.EmptyState, optax.TraceState):

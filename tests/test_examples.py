@@ -127,6 +127,14 @@ def test_one_line_of_bfloat16_saves_half_of_what_is_kept_and_learns_the_same(run
 
 
 @pytest.mark.slow
+def test_weights_and_moments_in_bfloat16_resume_and_go_back_to_float32(run, tmp_path):
+    text = run("bfloat16_storage.py", "--steps", 30, "--out", tmp_path)
+    assert "8.0 bytes a parameter" in text
+    assert "0 arrays differ after the restart" in text
+    assert "moments of the float32 run: float32" in text
+
+
+@pytest.mark.slow
 def test_the_step_of_the_port_is_right_and_it_learns(run):
     text = run("from_pytorch.py", "--steps", 100)
     assert "check_step: no problem found" in text

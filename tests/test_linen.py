@@ -158,8 +158,7 @@ class State(TrainState):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"nonsense": 1}, TypeError, r"fields of the state \(step, .*, got nonsense="),
-        ({"loss": 1.0}, TypeError, "expected the loss as value=, .* got loss="),
+        ({"loss": 1.0}, TypeError, "unexpected keyword argument 'loss'"),
         ({"stats": {}}, ValueError, "same structure"),
         ({"stats": jnp.zeros(2, jnp.float16)}, ValueError, "'stats'.*float16"),
     ],

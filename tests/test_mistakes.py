@@ -88,10 +88,6 @@ MISTAKES = {
         lambda: jmp_scale.all_finite("grads"),
         "all_finite: expected arrays, got a str",
     ),
-    "integers among parameters": (
-        lambda: jmp_scale.grad(lambda p: p["w"].sum(), SCALE)({"n": [3], "w": X}),
-        r"argument 0, got a int of int at args\[0\]\['n'\]\[0\]; pass .*filter_value",
-    ),
     **{
         f"a model to {wrapper.__name__}": (
             lambda wrapper=wrapper, options=options: wrapper(
@@ -102,17 +98,9 @@ MISTAKES = {
         )
         for wrapper, options in WRAPPERS.items()
     },
-    "a loss scale by position": (
-        lambda: jmp_scale.nnx.Optimizer(NETWORK, optax.adam(0.1), SCALE),
-        r"\(model, tx\) and keywords, got DynamicLossScale by .*; write loss_scale=",
-    ),
     "a model for an optimizer": (
         lambda: jmp_scale.nnx.Optimizer(optax.adam(0.1), NETWORK),
         "inner to be an optax.GradientTransformation, got a Linear; pass the optimizer",
-    ),
-    "an array of integers": (
-        lambda: jmp_scale.value_and_grad(loss, SCALE, (0, 1))(X, jnp.arange(4)),
-        r"got an array of shape \(4,\) of int32 at args\[1\]; pass what is not trained",
     ),
 }
 

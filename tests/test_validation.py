@@ -1,12 +1,11 @@
 import dataclasses
-import inspect
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmp_scale import DynamicLossScale, StaticLossScale, _validation
+from jmp_scale import DynamicLossScale, StaticLossScale
 
 pytestmark = pytest.mark.strict_promotion
 
@@ -161,24 +160,3 @@ def test_a_counter_takes_the_shape_of_the_loss_scale():
     several = DynamicLossScale(np.full(3, 8.0), counter=1, hysteresis=2)
     assert several.counter.tolist() == [1, 1, 1]
     assert several.hysteresis_left.tolist() == [2, 2, 2]
-
-
-@_validation.renamed(size="width", dim="axis")
-def area(width, axis=0):
-    """Of a square."""
-    return width**2 + axis
-
-
-def test_an_argument_under_its_earlier_name_works_and_warns_at_the_user_s_line():
-    with pytest.warns(DeprecationWarning, match="^area: .* size is now width; write"):
-        assert area(size=3) == 9
-    with pytest.warns(DeprecationWarning, match="dim is now axis") as warned:
-        assert area(3, dim=1) == 10
-    assert [w.filename for w in warned] == [__file__]
-    assert area(3, axis=1) == 10  # without a warning, which would be an error here
-    with (
-        pytest.warns(DeprecationWarning, match="size is now width"),
-        pytest.raises(TypeError, match="multiple values for keyword argument 'width'"),
-    ):
-        area(width=3, size=3)
-    assert list(inspect.signature(area).parameters) == ["width", "axis"]

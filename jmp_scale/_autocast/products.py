@@ -188,9 +188,10 @@ def has_products(eqn: JaxprEqn) -> bool:
     return any(map(becomes_half, _jaxpr.equations_within(eqn)))
 
 
-def reads_half(eqn: JaxprEqn) -> bool:
-    """Whether an equation reads arrays in half precision."""
-    return any(is_half(_jaxpr.dtype_name(v)) for v in eqn.invars)
+def is_partly_float32(eqn: JaxprEqn) -> bool:
+    """Whether a product has a float32 operand and a float32 result."""
+    operands = {*map(_jaxpr.dtype_name, eqn.invars[:2])}
+    return "float32" in operands and _jaxpr.is_float32(eqn.outvars[0])
 
 
 def is_partly_half(eqn: JaxprEqn) -> bool:
@@ -229,6 +230,18 @@ def is_cheap(eqn: JaxprEqn) -> bool:
     inner = (each for body in bodies for each in _jaxpr.bare(body).eqns)
     is_call = name in _jaxpr.CALLS or name == "custom_jvp_call"
     return is_call and all(map(is_cheap, inner))
+
+
+def looks_up_rows(eqn: JaxprEqn) -> bool:
+    """Whether an equation takes several vectors of a table, as an embedding does.
+
+    Rows that an argument chooses, such as tokens, are data, because many positions
+    share them. Matrices that are looked up, such as those of experts, are weights.
+    """
+    if eqn.primitive.name != "gather":
+        return False
+    is_several = math.prod(_jaxpr.shape(eqn.invars[1])[:-1]) > 1
+    return is_several and len(eqn.params["dimension_numbers"].offset_dims) == 1
 
 
 def mesh_of(atom: Atom) -> Any:

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from .._contexts import UNSCALED
 from .._state import LossScale
-from .._tree import is_inexact, map_gradients, promote_to_float32
+from .._tree import map_gradients, promote_to_float32
 from .._types import Function, PyTree
 from .._validation import described, require_callable, warn
 from .loss_scale import NoOpLossScale, checked_loss_scale
@@ -53,8 +53,8 @@ def value_and_grad(
       `((loss, aux), grads)`. Loss and gradients are float32 or wider.
 
     Raises:
-      TypeError: an argument of another type, or `axis_name`; while tracing, `fun` does
-        not return a scalar, or `(loss, aux)` with `has_aux`.
+      TypeError: an argument of another type; while tracing, `fun` does not return a
+        scalar, or `(loss, aux)` with `has_aux`.
       ValueError: the loss scale has a shape other than ().
 
     Warns:
@@ -134,11 +134,6 @@ def differentiated(
     loss_scale = checked_loss_scale(function, loss_scale)
     call = f"{function}(loss_fn, loss_scale)(params, batch)"
     require_callable(function, fun, f"write {call}")
-    if "axis_name" in kwargs:
-        raise TypeError(
-            f"{function}: expected no axis_name, got {kwargs['axis_name']!r}; take the "
-            f"mean afterwards, jax.lax.pmean(grads, {kwargs['axis_name']!r})"
-        )
     # All transforms differentiate the first argument; Equinox's has no argnums.
     if argnums != 0:
         kwargs["argnums"] = argnums
@@ -153,8 +148,6 @@ def differentiated(
     def unscaled_value_and_grad(
         *args: PyTree, **fun_kwargs: PyTree
     ) -> tuple[PyTree, PyTree]:
-        if transform is jax.value_and_grad and not kwargs.get("allow_int"):
-            _check_differentiable(function, args, argnums)
         _warn_if_captured(function, loss_scale, args)
         with UNSCALED(isinstance(loss_scale, NoOpLossScale)):
             result = scaled_value_and_grad(*args, **fun_kwargs)
@@ -164,24 +157,6 @@ def differentiated(
         return value, map_gradients(promote_to_float32, loss_scale.unscale(grads))
 
     return unscaled_value_and_grad
-
-
-def _check_differentiable(
-    function: str, args: Sequence[PyTree], argnums: int | Sequence[int]
-) -> None:
-    """Raises an error that names the leaf, which JAX's does not."""
-    for number in jax.tree.leaves(argnums):
-        argument = args[number] if -len(args) <= number < len(args) else ()
-        for path, leaf in jax.tree_util.tree_leaves_with_path(argument):
-            if not is_inexact(leaf):
-                kind = getattr(leaf, "dtype", type(leaf).__name__)
-                raise TypeError(
-                    f"{function}: expected floating-point arrays in argument {number}, "
-                    f"got {described(leaf)} of {kind} at args[{number}]"
-                    f"{jax.tree_util.keystr(path)}; pass what is not trained as "
-                    "another argument, or select it by "
-                    "transform=equinox.filter_value_and_grad or flax.nnx.value_and_grad"
-                )
 
 
 def _warn_if_captured(function: str, loss_scale: LossScale, args: PyTree) -> None:

@@ -116,11 +116,6 @@ def with_loss_scale(
     loss_scale = NoOpLossScale() if loss_scale is None else loss_scale
     loss_scale = checked_loss_scale("with_loss_scale", loss_scale)
     agreement = _mesh.agreement("with_loss_scale", axis_name)
-    if guard is not None and not isinstance(guard, SpikeGuard):
-        raise TypeError(
-            f"with_loss_scale: expected guard to be a SpikeGuard, got {guard!r}; write "
-            "guard=SpikeGuard()"
-        )
     keywords = keywords_of(inner.update)
     steps = _SkippingOptimizer(inner, keywords, loss_scale, guard, agreement)
     return LossScaleTransformation(steps.init, steps.update)  # pyright: ignore
@@ -171,20 +166,20 @@ class _SkippingOptimizer:
         arrays, others = self._split(extra_args, value, verdict.applied)
         inputs, old = (promote_to_float32(updates), arrays), state.inner_state
         run = functools.partial(self._apply, params, others)
-        if "grad_fn" not in others:
+        if "grad_fn" in others:
+            # An overflow of its result shows in the updates, and counts like one of
+            # the gradients.
+            updates, new = attempt(verdict.applied, run, inputs, old)
+            is_good = finite(updates, self.agreement) | ~verdict.applied
+            applied, grads_finite = verdict.applied & is_good, verdict.grads_finite
+            verdict = verdict._replace(
+                applied=applied, grads_finite=grads_finite & is_good
+            )
+            updates, new = keep(applied, updates, new, old)
+        else:
             updates, new = select_step(
                 verdict.applied, run, inputs, old, context=(params, others)
             )
-            return updates, _next_state(state, verdict, new)
-        # An overflow of its result shows in the updates, and counts as one of the
-        # gradients.
-        updates, new = attempt(verdict.applied, run, inputs, old)
-        is_good = finite(updates, self.agreement) | ~verdict.applied
-        verdict = verdict._replace(
-            applied=verdict.applied & is_good,
-            grads_finite=verdict.grads_finite & is_good,
-        )
-        updates, new = keep(verdict.applied, updates, new, old)
         return updates, _next_state(state, verdict, new)
 
     def judge(
@@ -240,18 +235,7 @@ class _SkippingOptimizer:
     ) -> tuple[optax.Updates, optax.OptState]:
         """Calls `inner`; returns updates and a state of the types that they had."""
         grads, arrays = inputs
-        try:
-            updates, new = self.inner.update(
-                grads, inner_state, params, **others, **arrays
-            )
-        except (TypeError, ValueError) as error:
-            error.add_note(
-                "with_loss_scale: raised by the optimizer that it wraps. Its state "
-                "must come from init of these parameters: keep one state for each "
-                "optimizer and model. Half-precision parameters may need "
-                "with_half_storage"
-            )
-            raise
+        updates, new = self.inner.update(grads, inner_state, params, **others, **arrays)
         # A cast to half precision would round the updates of with_half_storage.
         if params is not None and not find_half_storage(inner_state):
             updates = jax.tree.map(_cast_leaf, updates, params, is_leaf=is_nothing)

@@ -17,7 +17,7 @@ from helpers import (
     sharded,
     varying,
 )
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_scale
@@ -319,6 +319,50 @@ LEAF = r"\['layer'\]\[0\]"
 def test_wrong_arguments_are_errors_that_name_the_leaf(kwargs, error, message):
     with pytest.raises(error, match=f"^sum_gradients: .*{message}"):
         in_shard_map(lambda g: jmp_scale.sum_gradients(g, **kwargs), TREE)
+
+
+def test_a_spec_that_does_not_divide_a_leaf_is_an_error_that_names_it():
+    uneven = {"layer": [normal(12, 1024)]}
+    like = {"layer": [P("i")]}
+    message = rf"split dimension 0 into 8 equal parts, got {LEAF} of shape \(12, 1024\)"
+    for run in (in_shard_map, on_explicit_axes):
+        with pytest.raises(ValueError, match=message):
+            run(lambda g: jmp_scale.sum_gradients(g, like=like), uneven)
+
+
+def test_what_two_axes_split_is_added_up_over_one_after_the_other():
+    own = normal(16, 1024)
+
+    def add(x):
+        with pytest.raises(ValueError, match="add up over one axis after the other"):
+            jmp_scale.sum_gradients(x, like=P("i", "j"))
+        x = jmp_scale.sum_gradients(x, "i", like=P("i"))
+        return jmp_scale.sum_gradients(x, "j", like=P(None, "j"))
+
+    total = in_shard_map(add, own, TWO_AXES, P("i", "j"), check_vma=False)
+    assert error(total, own) < WHOLE["bfloat16"]
+
+
+@pytest.mark.parametrize("wire", HALF)
+def test_the_error_of_two_devices_and_of_long_tails_is_that_of_two_roundings(wire):
+    own = np.random.RandomState(0).standard_t(2, (2, 64, 1024)).astype(np.float32)
+    mesh = jax.make_mesh((2,), ("i",), (AxisType.Auto,), devices=jax.devices()[:2])
+    add = functools.partial(jmp_scale.sum_gradients, wire=wire)
+    bound = {"bfloat16": 2.8e-3, "float16": 3.5e-4}[wire]
+    for values in (own, normal(64, 1024)[:2]):
+        assert error(in_shard_map(add, values, mesh), values) < bound
+
+
+@pytest.mark.skipif(not hasattr(jax.sharding, "UnreducedKind"), reason="since jax 0.12")
+@pytest.mark.parametrize("kind", ["max", "min"])
+def test_parts_of_a_maximum_are_no_parts_of_a_sum(kind):
+    kind = getattr(jax.sharding.UnreducedKind, kind)
+    spec = P(unreduced={"i"}, unreduced_kind=kind)
+    parts = jax.ShapeDtypeStruct(
+        (8, 8), jnp.float32, sharding=NamedSharding(EXPLICIT, spec)
+    )
+    with jax.set_mesh(EXPLICIT), pytest.raises(ValueError, match=f"by {kind.name}"):
+        jax.eval_shape(jmp_scale.sum_gradients, parts)
 
 
 @pytest.mark.parametrize("axis_name", [None, "i"])

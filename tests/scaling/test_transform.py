@@ -272,9 +272,7 @@ def test_a_wrong_call_of_update_is_an_error_that_says_what_was_expected(
     ("arguments", "message"),
     [
         (lambda s: (s, GOOD), r"update\(LossScaleState, dict, NoneType\)"),
-        (lambda s: (s, s), r"\(LossScaleState, LossScaleState, NoneType"),
         (lambda s: (PARAMS, GOOD, s), r"\(dict, dict, LossScaleState\)"),
-        (lambda s: (PARAMS, GOOD, PARAMS), r"update\(dict, dict, dict\)"),
         (lambda s: (GOOD, s.inner_state, PARAMS), "checkpoints.restore"),
         (lambda s: (GOOD, s, PARAMS, 1.0), r"State, dict, float\)"),
     ],
@@ -284,15 +282,6 @@ def test_arguments_of_update_in_a_wrong_place_are_a_type_error(arguments, messag
     expected = r"with_loss_scale: expected update\(grads, state, params, value=loss\)"
     with pytest.raises(TypeError, match=f"{expected}, got .*{message}"):
         tx.update(*arguments(tx.init(PARAMS)))
-
-
-@pytest.mark.parametrize("other", [{"d": jnp.ones(2)}, {"g": jnp.ones(2)}])
-def test_a_state_of_another_model_is_an_error_with_the_cure(other):
-    tx = jmp_scale.with_loss_scale(ADAM)
-    with pytest.raises((TypeError, ValueError)) as error:
-        tx.update(other, tx.init({"g": jnp.ones(3)}), other)
-    notes = " ".join(error.value.__notes__)
-    assert "keep one state for each optimizer and model" in notes
 
 
 @pytest.mark.parametrize("nothing", [None, optax.MaskedNode()])
@@ -374,6 +363,26 @@ def test_an_optimizer_may_start_with_numpy_arrays_of_64_bits():
     np.testing.assert_array_equal(state.inner_state["m"], np.full(3, 0.25))
 
 
+@pytest.mark.parametrize("guard", [None, SpikeGuard()])
+def test_no_tracer_leaks_from_a_step_or_its_derivative(guard):
+    tx = jmp_scale.with_loss_scale(optax.adamw(0.1), DynamicLossScale(), guard=guard)
+
+    def loss_fn(params):
+        return sum(jnp.sum(p**2) for p in jax.tree.leaves(params))
+
+    def loss_after(params, state):
+        fun = jmp_scale.value_and_grad(loss_fn, state.loss_scale)
+        loss, grads = fun(params)
+        updates, state = tx.update(grads, state, params, value=loss)
+        return loss_fn(optax.apply_updates(params, updates)), state
+
+    with jax.checking_leaks():
+        state = tx.init(PARAMS)
+        for transform in (lambda f: f, functools.partial(jax.grad, has_aux=True)):
+            _, new = jax.jit(transform(loss_after))(PARAMS, state)
+            assert new.applied
+
+
 @pytest.mark.strict_promotion
 def test_the_wrapper_itself_promotes_nothing():
     guard = SpikeGuard(warmup=2)
@@ -404,8 +413,6 @@ def test_a_state_keeps_its_sharding_on_explicit_and_auto_axes():
         ({"loss_scale": 8.0}, "a loss scale, got 8.0"),
         ({"inner": functools.partial(optax.sgd, 0.1)}, "an optax.GradientTransform"),
         ({"inner": DynamicLossScale()}, "pass the optimizer first"),
-        ({"guard": 6.0}, "guard to be a SpikeGuard, got 6"),
-        ({"guard": jmp_scale.SpikeGuard}, r"got <class .*write guard=SpikeGuard\(\)"),
     ],
 )
 def test_an_argument_of_another_type_is_named(arguments, message):

@@ -14,7 +14,7 @@ from ..._types import Function, PyTree
 from .._tables import printed, with_progress
 from .step_applied import applied_step, next_step
 from .step_calls import Check
-from .step_rules import RULES, Level
+from .step_rules import OF_WRAPPERS, OUTERMOST, RULES, Level
 from .step_scaling import growing_s, larger_s, several_s
 from .step_skips import infinite_s, nan_in_batch, spike
 
@@ -72,7 +72,7 @@ class StepCheck(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing but notes was found."""
+        """Whether nothing but notes was found, in a step that could be checked."""
         return all(problem.level == "note" for problem in self.problems)
 
     def summary(self) -> str:
@@ -85,12 +85,15 @@ class StepCheck(NamedTuple):
         return "\n".join(lines)
 
 
-def check_step(step: Function, *args: PyTree, carried: Sequence[int] = ()) -> StepCheck:
+def check_step(
+    step: Function, *args: PyTree, carried: Sequence[int] = (), **kwargs: PyTree
+) -> StepCheck:
     """Finds out whether a train step is wired right, by calling it (host).
 
     Use it before a run, and first of all when a model does not learn. It finds
-    gradients that are never unscaled, or unscaled twice, or by another S; an overflow
-    that a clip hides; an average that a skipped step changes. All of these are silent.
+    gradients that are never unscaled, unscaled twice or clipped while scaled; a loss of
+    another S or of captured parameters; a hidden overflow; an average that a skipped
+    step changes. All of these are silent.
 
     ```
     eleven S, 2^-17 to 2^11   nothing may grow or fall with S
@@ -101,25 +104,29 @@ def check_step(step: Function, *args: PyTree, carried: Sequence[int] = ()) -> St
     ```
 
     The step is called some 30 times with copies of the arguments, which it may donate.
-    It does not compile more often than in a run, because S is an array; only each S of
-    a `StaticLossScale` is a compilation, so three of these are tried. Prints, logs and
-    counters outside of the step run in each call.
+    Several copies of the state are alive at a time, so check a small configuration of a
+    large model. It does not compile more often than in a run, because S is an array;
+    only each S of a `StaticLossScale` is a compilation, so three of these are tried.
+    Prints, logs and counters outside of the step run in each call.
 
     State is a part that an argument and a result have in common (names and shapes), and
     the arrays in NNX modules. It cannot find: gradients that are summed in place of
-    averaged, averages of another optimizer's parameters, state in Python objects and
-    closures, and any code that these arguments do not reach.
+    averaged, averages of another optimizer's parameters, a skip that not all mesh axes
+    agree on, and any code that these arguments do not reach.
 
     Args:
       step: the train step, compiled or not, with any arguments and results.
       *args: its arguments: state, batch and keys as in the first step.
       carried: positions of arguments that are bare arrays and come back at the same
-        position of the results; 0 for a step that returns one array.
+        position of the results; (0,) for a step that returns one array.
+      **kwargs: its keyword arguments.
 
     Raises:
-      TypeError: `step` is not a function.
-      ValueError: a position in `carried` is not that of a bare array.
-      Exception: any exception that the step raises with the given arguments.
+      TypeError: `step` is not a function, or `carried` is not a sequence.
+      ValueError: a position in `carried` is not that of a bare array that comes back.
+      Exception: any exception of the first call. Of later calls those that are not
+        arithmetic, assertion, memory, run-time or value errors, or the end of an
+        iterator; these are counted, and the first one is named.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jmp_scale, optax
@@ -141,24 +148,35 @@ def check_step(step: Function, *args: PyTree, carried: Sequence[int] = ()) -> St
             f"check_step: expected a function as step, got a {type(step).__name__}; "
             "write check_step(train_step, params, opt_state, batch)"
         )
-    holder = _holder(step, args)
-    if holder:
-        rule = RULES["state out of reach"]
-        text = rule.text.format(what=holder)
-        problem = Problem("state out of reach", "", text, rule.cure, rule.level)
-        return StepCheck((problem,), ("anything",), 0)
-    check = Check(step, args, carried)
+    if not isinstance(carried, Sequence):
+        raise TypeError(
+            "check_step: expected a sequence of positions as carried, got "
+            f"{carried!r}; write carried=({carried!r},)"
+        )
+    check = Check(step, args, kwargs, carried)
     for position in carried:
         if (str(position),) not in check.arrays:
             raise ValueError(
                 "check_step: expected carried= to have positions of arguments that are "
                 f"bare arrays, got {position}; leave out trees of arrays"
             )
-    _of_arguments(check, args)
+    has_optimizer = _of_arguments(check, (args, kwargs))
+    holder = _holder(step, (args, kwargs))
+    held = _arrays_of(holder)
+    if held and (not has_optimizer or any(map(is_module, held))):
+        what, effect = f"A {type(holder).__name__}", "the step was not called"
+        check.add("state out of reach", what=what, effect=effect)
+        return StepCheck(_problems(check), ("anything",), 0)
     for run_pass in with_progress(_PASSES, "check_step"):
         run_pass(check)
         if check.is_over:
             break
+    if any(old is not new for old, new in zip(held, _arrays_of(holder), strict=False)):
+        what, effect = f"A {type(holder).__name__}", "each call changed it"
+        check.add("state out of reach", what=what, effect=effect)
+    if check.raised:
+        count, calls = str(len(check.raised)), str(check.count)
+        check.add("raised", count=count, calls=calls, first=check.raised[0])
     not_checked = tuple(dict.fromkeys(check.not_checked))
     return StepCheck(_problems(check), not_checked, check.count)
 
@@ -169,25 +187,34 @@ def _problems(check: Check) -> tuple[Problem, ...]:
     for (name, level), (text, places) in check.found.items():
         first, *others = dict.fromkeys(places)
         where = f"{first} (and {len(others)} more)" if others else first
-        problems.append(Problem(name, where, text, RULES[name].cure, level))
+        cure = RULES[name].cure
+        if name in OF_WRAPPERS and check.wrapper:
+            cure = OUTERMOST.get(check.wrapper, RULES["not outermost"].cure)
+        problems.append(Problem(name, where, text, cure, level))
     problems.sort(key=lambda p: (_LEVELS.index(p.level), [*RULES].index(p.rule)))
     errors = {p.rule for p in problems if p.level != "note"}
     # A rule that is certainly broken needs no note about other places.
     return tuple(p for p in problems if p.level != "note" or p.rule not in errors)
 
 
-def _of_arguments(check: Check, args: PyTree) -> None:
-    """Finds what the arguments show before the first call."""
+def _of_arguments(check: Check, args: PyTree) -> bool:
+    """Finds what the arguments show before the first call.
+
+    Returns whether an optimizer's state, or a loss scale, is among them.
+    """
     if not (check.scales or check.states or check.fixed):
         check.add("no loss scale")
-    for _, node in find_nodes(_is_of_optimizer, args):
+    nodes = find_nodes(_is_of_optimizer, args)
+    for _, node in nodes:
         if isinstance(node, LossScaleState):
             continue
         if find_loss_scale_states(node):
-            what = "optax.chain" if type(node) is tuple else type(node).__name__
-            check.add("not outermost", what=what)
+            is_chain = type(node) is tuple
+            check.wrapper = "optax.chain" if is_chain else type(node).__name__
+            check.add("not outermost", what=check.wrapper)
         else:
             check.has_other_optimizers = bool(check.states)
+    return bool(nodes or check.scales or check.states or check.fixed)
 
 
 def _is_of_optimizer(node: PyTree) -> bool:
@@ -204,8 +231,8 @@ def _is_optax(node: PyTree) -> bool:
     return is_state and type(node).__module__.startswith("optax")
 
 
-def _holder(step: Function, args: PyTree) -> str:
-    """Returns an object that seems to hold the state outside of a pytree, or ""."""
+def _holder(step: Function, args: PyTree) -> object:
+    """Returns an object that holds arrays, which may be state, or None."""
     while isinstance(step, functools.partial) or hasattr(step, "__wrapped__"):
         args = args, getattr(step, "args", ()), getattr(step, "keywords", ())
         step = getattr(step, "func", None) or inspect.unwrap(step)
@@ -213,7 +240,13 @@ def _holder(step: Function, args: PyTree) -> str:
     for leaf in jax.tree.leaves((owner, args), is_leaf=is_module):
         if is_data(leaf) or is_module(leaf) or inspect.isclass(leaf):
             continue
-        held = jax.tree.leaves(getattr(leaf, "__dict__", {}), is_leaf=is_module)
-        if any(is_module(x) or isinstance(x, (jax.Array, np.ndarray)) for x in held):
-            return f"A {type(leaf).__name__}"
-    return ""
+        if _arrays_of(leaf):
+            return leaf
+    return None
+
+
+def _arrays_of(holder: object) -> list[PyTree]:
+    """Returns the arrays and modules that an object has as attributes."""
+    held = jax.tree.leaves(getattr(holder, "__dict__", {}), is_leaf=is_module)
+    arrays = (jax.Array, np.ndarray)
+    return [x for x in held if is_module(x) or isinstance(x, arrays)]

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 
 from ..._types import Leaf
-from .step_calls import Check, Path, Run, has_moved, host, is_float
+from .step_calls import Check, Run
+from .step_leaves import Path, has_moved, host, is_float
 
 _MOST_CALLS = (
     16  # until a window of accumulation ends; of MultiSteps four times as many
@@ -15,50 +16,75 @@ _FEW_CALLS = 8  # after these, the call in which most leaves change is taken
 
 
 def applied_step(check: Check) -> None:
-    """Checks that a step at S = 8 is counted, and changes the state."""
-    first = check.base = check.call()
-    lost = [path for path in check.states if (*path, "skipped") not in first.after]
-    check.is_over = bool(lost) or not first.is_applied
+    """Checks that a step at a small S is counted, and changes the state."""
+    first = _first(check)
+    check.is_over = not first.is_applied
     if check.states and not first.is_applied and not first.skipped:
         # No step was skipped, but the counter started over, and so did S.
         for scale in check.scales:
-            check.add("S never adjusted", check.node_name(scale, "counter"))
+            check.add("S never adjusted", check.node_name(scale))
     elif not first.is_applied:
         check.add("not applied")
-    for name in [check.node_name(path, "skipped") for path in lost]:
-        if any(path[-1:] == ("skipped",) for path in first.results):
-            check.not_checked.append(
-                f"{name}: it comes back in other shapes; return it as it went in, of a "
-                "pmap with out_axes=None or with in_axes=0"
-            )
-        else:
-            check.add("not returned", name)
+    for state in check.states:
+        if (*state, "skipped") not in first.after:
+            check.is_over = True
+            has_flags = any(path[-1:] == ("skipped",) for path in first.results)
+            rule = "other shapes" if has_flags else "not returned"
+            check.add(rule, check.node_name(state, "skipped"))
     if check.is_over:
         return
     for path in [p for p in check.arrays if len(p) == 1 and p in first.results]:
         old, new = check.arrays[path], first.results[path]
         if is_float(old) and np.ndim(old) and np.shape(old) == np.shape(new):
-            what = f"args[{path[0]}]: a bare array, which seems to come back"
+            what = f"{check.names[path]}: a bare array, which seems to come back"
             check.not_checked.append(f"{what}; pass carried=[{path[0]}]")
     for path, new in first.after.items():
-        old, new = _described(check.arrays[path]), _described(new)
-        if old != new:
-            check.add("compiles twice", path, old=old, new=new)
+        old = check.arrays[path]
+        if _described(old) != _described(new):
+            is_half = is_float(old) and old.dtype.itemsize > new.dtype.itemsize
+            rule = "comes back in half precision" if is_half else "compiles twice"
+            check.add(rule, path, old=_described(old), new=_described(new))
     last = _go_on(check)
     moved = [p for p in last.after if has_moved(first.before[p], last.after[p])]
     if not moved:
-        if last.after:
-            check.is_over = True
-            check.add("nothing changes")
-        else:
-            check.not_checked.append("the state: no argument comes back")
+        check.is_over = True
+        check.add("nothing changes" if last.after else "nothing comes back")
         return
     for scale, counted in check.base.counted.items():
         if counted != "finite":
-            check.add("S never adjusted", check.node_name(scale, "counter"))
+            check.add("S never adjusted", check.node_name(scale))
+    for guard in [(*state, "guard") for state in check.states]:
+        if last.moved((*guard, "norm_steps")) and not last.moved(
+            (*guard, "loss_steps")
+        ):
+            check.add("guard without a loss", check.node_name(guard, "norm_steps"))
     _unchanged(check, last, moved)
     for path in diverging(check.base):
         check.add("replicas diverge", path, when="a step")
+
+
+def _first(check: Check) -> Run:
+    """Returns a step at the largest of some small S that is not skipped.
+
+    A `StaticLossScale` is called as it is first.
+    """
+    tries = [2.0**-3, 2.0**-9] if check.scales else [8.0] if check.fixed else []
+    check.base = first = check.run(f"S = {_s_of(check)}") or check.base
+    for s in tries:
+        if first.is_applied or not first.skipped:
+            break
+        smaller = check.run(f"S = {s:g}", s)
+        if smaller is not None and smaller.is_applied:
+            if check.fixed:
+                check.add("S too large", s=_s_of(check), smaller=f"{s:g}")
+            check.s, check.base = s, smaller
+            break
+    return check.base
+
+
+def _s_of(check: Check) -> str:
+    """Returns the S of the base as text."""
+    return f"{check.s or check.fixed[0]:g}"
 
 
 def _go_on(check: Check) -> Run:
@@ -87,9 +113,29 @@ def _go_on(check: Check) -> Run:
 
 def next_step(check: Check) -> None:
     """Calls on, so that moments and averages differ from their initial values."""
-    run = check.window_after(check.base)
-    if check.is_alike(run):
-        check.start_at(run, check.window)
+    first = check.base
+    run = check.window_after(first)
+    if not check.is_alike(run):
+        return
+    check.start_at(run, check.window)
+    results = [path for path, x in run.results.items() if is_float(x)]
+    if not any(has_moved(first.results[path], run.results[path]) for path in results):
+        _other_weights(check)
+
+
+def _other_weights(check: Check) -> None:
+    """Checks that other parameters have other gradients."""
+    moments, values = [], {}
+    for path, change in check.base.changes.items():
+        if check.is_optimizer(path):
+            moments += [path] if change.is_float and not change.is_equal else []
+        elif change.is_float and change.ndim:
+            values[path] = 1.5 * host(check.start[path]).astype(np.float64) + 0.01
+    run = check.run("other weights", values=values) if moments and values else None
+    if not check.is_alike(run):
+        return
+    if all(run.change(path).is_as(check.base.changes[path]) for path in moments):
+        check.add("captured parameters", next(iter(values)))
 
 
 def _described(leaf: Leaf) -> str:

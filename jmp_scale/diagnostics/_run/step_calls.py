@@ -2,9 +2,7 @@
 
 import dataclasses
 import functools
-import itertools
-import math
-import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeGuard
 
@@ -13,17 +11,41 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..._scaling.loss_scale import StaticLossScale
-from ..._tree import is_data, is_inexact, is_module
-from ..._types import Function, KeyPath, Leaf, PyTree
+from ..._scaling.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
+from ..._state import LossScale
+from ..._tree import is_data, is_module
+from ..._types import Function, Leaf, PyTree
+from .step_leaves import (
+    Form,
+    Named,
+    Path,
+    flat,
+    has_moved,
+    host,
+    is_below,
+    is_float,
+    is_key,
+    like,
+    matched,
+    named,
+    nnx,
+    parents,
+    path_of,
+    sampled,
+)
 from .step_rules import RULES, Level
 
-Path = tuple[str, ...]  # keys, indices and names of fields
-Named = dict[Path, Leaf]
-Form = tuple[tuple[Path, tuple[int, ...]], ...]  # names and shapes of leaves
-
 FAR = -(10**6)  # at this counter S does not grow, and a reset is recognized
-_SAMPLE = 4096  # entries of a leaf that are compared in size
+_OURS = (NoOpLossScale, StaticLossScale, DynamicLossScale)
+# What users' steps raise on purpose, what XLA raises, and the end of an iterator.
+_RAISED = (
+    ArithmeticError,
+    AssertionError,
+    MemoryError,
+    RuntimeError,
+    StopIteration,
+    ValueError,
+)
 
 
 class Change(NamedTuple):
@@ -65,10 +87,17 @@ class Run:
         return {scale: self._count(scale) for scale in self.check.scales}
 
     def _count(self, scale: Path) -> str:
-        path = (*scale, "counter")
-        if path not in self.after:
+        counter, s = (*scale, "counter"), (*scale, "loss_scale")
+        if s not in self.after:
             return "lost"
-        moved = self.change(path).step
+        if counter not in self.before:  # another rule of S, which may keep S = inf
+            new_s = self.change(s)
+            is_kept = np.isinf(new_s.new).any() and not any(
+                change.is_float and not change.is_equal
+                for change in self.changes.values()
+            )
+            return "overflow" if is_kept or (new_s.step < 0).any() else "finite"
+        moved = self.change(counter).step
         if not moved.any():
             return "kept"
         return "finite" if ((moved > 0) & (moved < -FAR / 10)).all() else "overflow"
@@ -104,37 +133,67 @@ class Check:
     base: Run  # an applied step at S = 8, with which others are compared
 
     def __init__(
-        self, step: Function, args: tuple[PyTree, ...], carried: Sequence[int]
+        self,
+        step: Function,
+        args: tuple[PyTree, ...],
+        kwargs: Mapping[str, PyTree],
+        carried: Sequence[int],
     ) -> None:
-        self.step, self._carried = step, carried
-        self._graph, pairs, self._tree = _flat(args)
+        self._step, self._keywords, self._carried = step, [*kwargs], carried
+        self._labels = [f"args[{i}]" for i in range(len(args))] + self._keywords
+        args = jax.tree.map(_with_leaves, (*args, *kwargs.values()), is_leaf=_is_scale)
+        self._graph, pairs, self._tree = flat(args)
         self._leaves = {path_of(keys): leaf for keys, leaf in pairs}
         self.arrays = {path: x for path, x in self._leaves.items() if is_data(x)}
         self.names: dict[Path, str] = {}  # as a reader writes them, `args[0]['w']`
         for keys, _ in pairs:
             path = path_of(keys)
-            self.names[path] = f"args{jax.tree_util.keystr(keys[: len(path)])}"
+            end = jax.tree_util.keystr(keys[1 : len(path)])
+            self.names[path] = self._labels[int(path[0])] + end
         # Variables of NNX outside of modules, as in an optimizer's state, are results.
         nodes = jax.tree_util.tree_leaves_with_path(args, is_leaf=is_module)
         modules = [path_of(keys) for keys, node in nodes if is_module(node)]
-        self._in_modules: set[Path] = set()
-        for path in self._leaves:
-            if any(_is_below(path, module) for module in modules):
-                self._in_modules.add(path)
+        below = (p for p in self._leaves if any(is_below(p, m) for m in modules))
+        self._in_modules: set[Path] = set(below)
         # Of a StaticLossScale, which has no leaves, S; of the others their paths.
         self.fixed = [scale.loss_scale for scale in _constant_scales(args)]
-        self.scales = _parents(self.arrays, "loss_scale", "counter")
-        self.states = _parents(self.arrays, "grads_finite", "applied", "skipped")
-        self._ours = (*self.scales, *_parents(self.arrays, "log2_scale", "pushed"))
+        self.states = parents(self.arrays, "grads_finite", "applied", "skipped")
+        self.scales = parents(self.arrays, "loss_scale", "counter")
+        self._ours = (*self.scales, *parents(self.arrays, "log2_scale", "pushed"))
+        for scale in parents(self.arrays, "loss_scale"):
+            # S of another rule: in a state, or alone in a loop by hand.
+            is_number = is_float(self.arrays[*scale, "loss_scale"])
+            is_alone = is_number and not (self.scales or self.fixed)
+            if scale not in self.scales and (scale[:-1] in self.states or is_alone):
+                self.scales.append(scale)
+                self._ours += ((*scale, "loss_scale"),)
         self._places: dict[Path, Path] | None = None
         self.has_windows = any(path[-1] == "mini_step" for path in self.arrays)
         self.window = 1  # calls until an accumulated step ends
-        self.start, self.count = self.arrays, 0
+        self.start, self.count = self.arrays | self._apart(), 0
+        self.s = None if self.fixed else 8.0  # of the base; None: as it is
         # Text and places of each finding, by its rule and level.
         self.found: dict[tuple[str, Level], tuple[str, list[str]]] = {}
         self.not_checked: list[str] = []
+        self.raised: list[str] = []  # calls that raised, with the error of the first
         self.is_over = False  # later passes cannot run
+        self.wrapper = ""  # around with_loss_scale
         self.has_other_optimizers = False  # without a loss scale
+
+    def _apart(self) -> Named:
+        """Returns copies of other leaves, made larger: an average starts as a copy."""
+        copies: Counter[tuple[str, Form, bytes]] = Counter()
+        new = {}
+        for path, x in self.arrays.items():
+            is_state = path in self._in_modules or self.is_optimizer(path)
+            if is_state or len(path) < 2 or not is_float(x) or np.ndim(x) == 0:
+                continue
+            entries = host(x)
+            key = path[-1], np.shape(x), sampled(entries).tobytes()
+            if copies[key] and entries.shape == np.shape(x):
+                new[path] = like(x, entries * (1 + copies[key] / 16))
+            copies[key] += 1
+        return new
 
     def add(
         self, rule: str, place: Path | str = "", is_sure: bool = True, **values: str
@@ -148,18 +207,24 @@ class Check:
     def has(self, *rules: str) -> bool:
         return any(rule in rules for rule, _ in self.found)
 
-    def node_name(self, path: Path, field: str) -> str:
+    def node_name(self, path: Path, field: str = "loss_scale") -> str:
         """Returns the name of a state or loss scale, by one of its fields."""
         return self.names[*path, field].rpartition(field)[0].rstrip(".['")
 
     def is_ours(self, path: Path) -> bool:
         """Whether a leaf is S, a flag or counter, or of a guard or a history."""
-        own = [state for state in self.states if _is_below(path, state)]
+        own = [state for state in self.states if is_below(path, state)]
         is_beside = any(path[len(state)] != "inner_state" for state in own)
-        return is_beside or any(_is_below(path, node) for node in self._ours)
+        return is_beside or any(is_below(path, node) for node in self._ours)
 
     def is_optimizer(self, path: Path) -> bool:
-        return any(_is_below(path, p) for p in (*self.states, *self.scales))
+        return any(is_below(path, p) for p in (*self.states, *self._ours))
+
+    @property
+    def unskipped(self) -> str:
+        """Returns the rule for a leaf that an applied step makes NaN or infinite."""
+        is_alone = self.states and not (self.wrapper or self.has_other_optimizers)
+        return "overflow hidden" if is_alone else "overflow stays"
 
     def start_at(self, run: Run, window: int) -> None:
         """Makes a run the one with which others are compared; they start as it did."""
@@ -169,51 +234,60 @@ class Check:
         """Whether a call was applied, and counted as the first was."""
         return run is not None and run.is_applied and run.counted == self.base.counted
 
-    def run(self, what: str, *args: PyTree, **kwargs: PyTree) -> Run | None:
-        """Calls the step; returns None if it raises, as its own checks may do."""
-        try:
-            return self.call(*args, **kwargs)
-        except Exception as error:
-            self.not_checked.append(f"{what}: the step raised {type(error).__name__}")
-            return None
-
     def window_after(self, run: Run) -> Run:
         """Returns the last of the steps that follow a run until a window ends."""
         for _ in range(self.window):
             run = self.run("later steps", follows=run) or run
         return run
 
-    def call(
+    def run(
         self,
+        what: str,
         s: float | None = None,
         only: Path | None = None,
         values: Mapping[Path, ArrayLike] = {},
         counter: int = FAR,
         follows: Run | None = None,
-    ) -> Run:
-        """Calls the step at S = `s`, of all loss scales or of `only` one; others are 8.
+    ) -> Run | None:
+        """Calls the step at S = `s`, of all loss scales or of `only` one; else base S.
 
         `values` has new entries of leaves. The call starts as the base did, or where
-        another ended. A `StaticLossScale` changes only where it is alone.
+        another ended. A `StaticLossScale` changes only where it is alone. Returns None
+        if the step raises, as its own checks may do; the first call may not.
         """
         before = {**self.start, **(follows.after if follows else {})}
         new = dict(values)
         for scale in self.scales:
-            new_s = 8.0 if s is None or only not in (None, scale) else s
-            new[*scale, "loss_scale"] = new_s
-            new[*scale, "counter"] = counter
-        before |= {path: _like(before[path], value) for path, value in new.items()}
-        args = self.copies(before)
-        if s is not None and not self.scales:
-            for constant in _constant_scales(args):
-                object.__setattr__(constant, "loss_scale", s)  # infinity too
-        out = self.step(*args)
+            is_base = s is None or only not in (None, scale)
+            new[*scale, "loss_scale"] = np.float32((self.s if is_base else s) or 8.0)
+            if (*scale, "counter") in before:
+                new[*scale, "counter"] = counter
+        before |= {path: like(before[path], value) for path, value in new.items()}
+        args = self._copies(before)
+        constant_s = self.s if s is None else s
+        if not (self.scales or constant_s is None):
+            for constant in _constant_scales(args):  # infinity too
+                object.__setattr__(constant, "loss_scale", constant_s)
         self.count += 1
-        results, held = named(out), named(args) if self._in_modules else {}
+        first = len(args) - len(self._keywords)
+        keywords = dict(zip(self._keywords, args[first:], strict=True))
+        try:
+            out = jax.block_until_ready(self._step(*args[:first], **keywords))
+        except _RAISED as error:
+            if self.count == 1:
+                raise
+            message = str(error).partition("\n")[0][:200]
+            self.raised.append(f"{what}, {type(error).__name__}: {message}")
+            return None
+        return self._recorded(before, named(out), args)
+
+    def _recorded(self, before: Named, results: Named, args: PyTree) -> Run:
+        """Finds the arguments' next values among the results, or in NNX modules."""
+        held = named(args) if self._in_modules else {}
         if self._places is None:
             plain = {p: x for p, x in before.items() if p not in self._in_modules}
             whole = self.states + self.scales
-            self._places = _matched(plain, results, whole, self._carried)
+            self._places = matched(plain, results, whole, self._carried)
         places, after = self._places, {}
         for path in before:
             if path in self._in_modules and path in held:
@@ -224,7 +298,7 @@ class Check:
         rest = {path: x for path, x in results.items() if path not in used}
         return Run(self, before, after, rest)
 
-    def copies(self, values: Mapping[Path, Leaf]) -> PyTree:
+    def _copies(self, values: Mapping[Path, Leaf]) -> PyTree:
         """Returns copies of the arguments, since a step may donate them."""
         leaves = []
         for path, old in self._leaves.items():
@@ -232,155 +306,21 @@ class Check:
             is_array = isinstance(leaf, (jax.Array, np.ndarray))
             leaves.append(leaf.copy() if is_array else leaf)
         args = jax.tree.unflatten(self._tree, leaves)
-        return args if self._graph is None else _nnx().merge(self._graph, args)
+        return args if self._graph is None else nnx().merge(self._graph, args)
 
 
-def _flat(tree: PyTree) -> tuple[PyTree, list[tuple[KeyPath, Leaf]], PyTree]:
-    """Returns the graph of NNX modules or None, keys and leaves, and the structure."""
-    graph = None
-    if any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module))):
-        graph, tree = _nnx().split(tree)
-    return graph, *jax.tree_util.tree_flatten_with_path(tree)
+def _is_scale(x: PyTree) -> bool:
+    return isinstance(x, LossScale) or is_module(x)
 
 
-def named(tree: PyTree) -> Named:
-    """Returns the arrays and numbers of a pytree by path, NNX modules included."""
-    return {path_of(keys): leaf for keys, leaf in _flat(tree)[1] if is_data(leaf)}
-
-
-def path_of(keys: KeyPath) -> Path:
-    if not keys:
-        return ()
-    path = tuple(jax.tree_util.keystr(keys, simple=True, separator="\n").split("\n"))
-    # An NNX variable has its array in a field.
-    is_variable = hasattr(keys[-1], "name") and "flax.nnx" in sys.modules
-    return path[:-1] if is_variable and path[-1] == "value" else path
-
-
-def is_float(leaf: Leaf) -> bool:
-    return is_inexact(leaf) and not is_key(leaf)
-
-
-def is_key(leaf: Leaf) -> bool:
-    return jnp.issubdtype(getattr(leaf, "dtype", bool), jax.dtypes.prng_key)
-
-
-def host(leaf: Leaf) -> np.ndarray:
-    """Returns the entries; of an array over processes, those of its first part here."""
-    leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        leaf = leaf.addressable_data(0)
-    return np.asarray(leaf)
-
-
-def has_moved(old: Leaf, new: Leaf) -> bool:
-    return not np.array_equal(host(old), host(new))
-
-
-def sampled(x: np.ndarray) -> np.ndarray:
-    """Returns at most `_SAMPLE` evenly spread entries as f64."""
-    x = np.stack([np.real(x), np.imag(x)]) if np.iscomplexobj(x) else x
-    return x.ravel()[:: max(1, math.ceil(x.size / _SAMPLE))].astype(np.float64)
-
-
-def _like(leaf: Leaf, value: ArrayLike) -> Leaf:
-    """Returns `value`, broadcast to the shape, dtype and devices of `leaf`."""
-    filled = np.broadcast_to(value, np.shape(leaf)).astype(leaf.dtype)
-    if isinstance(leaf, jax.Array):
-        return jax.device_put(filled, leaf.sharding if leaf.committed else None)
-    return filled
-
-
-def _nnx() -> PyTree:
-    return sys.modules["flax.nnx"]  # it is imported where there are modules
+def _with_leaves(x: PyTree) -> PyTree:
+    """Replaces a loss scale of a user's own class that has no leaf `loss_scale`."""
+    if not isinstance(x, LossScale) or isinstance(x, _OURS):
+        return x
+    has_leaf = ("loss_scale",) in named(x)
+    return x if has_leaf else DynamicLossScale(jnp.full(jnp.shape(x.loss_scale), 8.0))
 
 
 def _constant_scales(args: PyTree) -> list[StaticLossScale]:
-    def is_constant(x: PyTree) -> bool:
-        return isinstance(x, StaticLossScale)
-
-    return [x for x in jax.tree.leaves(args, is_leaf=is_constant) if is_constant(x)]
-
-
-def _parents(arrays: Named, *names: str) -> list[Path]:
-    """Returns the paths of nodes with leaves of these names."""
-    nodes = dict.fromkeys(path[:-1] for path in arrays)
-    return [node for node in nodes if all((*node, name) in arrays for name in names)]
-
-
-def _matched(
-    before: Named, results: Named, whole: Sequence[Path], carried: Sequence[int]
-) -> dict[Path, Path]:
-    """Returns the path of the result that is the next value of each argument's leaf.
-
-    An argument comes back as a part of the results with the same names and shapes: as a
-    whole, or part by part, except for those in `whole`. If several results match, the
-    nearest one is taken. A bare array matches only within a dictionary.
-    """
-    ours, theirs = _subtrees(before), _subtrees(results)
-    found: dict[Path, Path] = {}
-    for position in carried:
-        path = (str(position),)
-        found[path] = path if theirs.get(path) == ours[path] else ()
-    taken = set(found.values())
-    places: dict[Form, list[Path]] = {}
-    for place, form in theirs.items():
-        places.setdefault(form, []).append(place)
-
-    def is_free(leaves: dict[Path, Path]) -> bool:
-        return found.keys().isdisjoint(leaves) and taken.isdisjoint(leaves.values())
-
-    def gap(leaves: dict[Path, Path]) -> float:
-        return sum(_distance(before[p], results[q]) for p, q in leaves.items())
-
-    def rank(path: Path) -> tuple[int, int]:
-        return -len(ours[path]), len(path)
-
-    inside = {p for p in ours if any(p != w and _is_below(p, w) for w in whole)}
-    paths = [path for path in ours if path and path not in inside]
-    # The largest parts first: parameters have the form of their moments.
-    for _, group in itertools.groupby(sorted(paths, key=rank), rank):
-        free = [path for path in group if (*path, *ours[path][0][0]) not in found]
-        pairs = [
-            {(*path, *end): (*place, *end) for end, _ in ours[path]}
-            for path in free
-            for place in places.get(ours[path], ())
-            if _may_match(path, place, ours[path])
-        ]
-        for leaves in sorted(filter(is_free, pairs), key=gap):
-            if is_free(leaves):
-                found |= leaves
-                taken.update(leaves.values())
-    return found
-
-
-def _may_match(path: Path, place: Path, form: Form) -> bool:
-    """Whether equal names and shapes suffice for a match."""
-    names = [name for suffix, _ in form for name in suffix]
-    if any(not name.isdigit() for name in path):
-        # A part of something that has names.
-        return not path[-1].isdigit() and path[-1:] == place[-1:]
-    # Lists of arrays, such as weights of layers: not a batch, nor a pair of scalars.
-    is_list = len(form) > 2 and any(len(shape) > 1 for _, shape in form)
-    return is_list or any(not name.isdigit() for name in names)
-
-
-def _is_below(path: Path, other: Path) -> bool:
-    return path[: len(other)] == other
-
-
-def _distance(old: Leaf, new: Leaf) -> float:
-    if not (is_float(old) and is_float(new)):
-        return 0.0
-    with np.errstate(all="ignore"):
-        gap = float(np.abs(sampled(host(new)) - sampled(host(old))).sum())
-    return gap if math.isfinite(gap) else 1e30
-
-
-def _subtrees(arrays: Named) -> dict[Path, Form]:
-    """Returns names and shapes of the leaves below each path."""
-    below: dict[Path, set[tuple[Path, tuple[int, ...]]]] = {}
-    for path, leaf in arrays.items():
-        for i in range(len(path) + 1):
-            below.setdefault(path[:i], set()).add((path[i:], np.shape(leaf)))
-    return {path: tuple(sorted(form)) for path, form in below.items()}
+    leaves = jax.tree.leaves(args, is_leaf=_is_scale)
+    return [x for x in leaves if isinstance(x, StaticLossScale)]

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from .step_calls import Change, Check, Path, Run, host, is_float, sampled
+from .step_calls import Change, Check, Run
+from .step_leaves import Path, host, is_float, sampled
 
 # log2 of S. A clip's threshold may lie between, and it may leave only the ends alone.
 _POWERS = (-17, -15, -13, -9, -7, -5, -1, 3, 7, 9, 11)
-_ALONE = (-1, 7)  # log2 of one S, while others are 2^3
+_ALONE = (-1, 7)  # log2 of one S, while others are those of the base
 _BETWEEN = (6.7, 10.3)  # rounding differs at these, which are not powers of two
 _HIGHEST = 126  # log2 of the largest S whose inverse is a normal number
 _GROWS = 2**30  # a counter at which S grows, whatever its period
@@ -23,7 +24,9 @@ def several_s(check: Check) -> None:
     """Checks the same step at eleven S: nothing may grow or fall with S."""
     powers: Sequence[float] = _POWERS
     if not check.scales:  # each S of a StaticLossScale is a compilation
-        powers = [np.log2(s) + more for s in check.fixed[:1] for more in (0, 4)]
+        powers = [
+            np.log2(check.s or s) + more for s in check.fixed[:1] for more in (0, 4)
+        ]
     table: dict[float, Rows] = {}
     results: dict[float, Rows] = {}
     for power, run in _alike(check, powers):
@@ -32,21 +35,30 @@ def several_s(check: Check) -> None:
         named |= {path: x for path, x in run.results.items() if is_float(x)}
         rows = {path: sampled(host(x)) for path, x in named.items()}
         results[power] = {p: x for p, x in rows.items() if not _is_s(x, power)}
-    if table and not any(x.any() for rows in table.values() for x in rows.values()):
-        check.not_checked.append(
-            "whether gradients are unscaled: they are 0 with these arguments"
-        )
+    steps = [x for rows in table.values() for x in rows.values()]
+    if table and not any(x.any() for x in steps):
+        check.add("gradients of zero" if steps else "nothing comes back")
     slopes = _slopes(table)
     if 1 not in slopes.values() and len(table) > 2:
         slopes |= dict.fromkeys(_in_part(table, max(table), -1), -1)
         slopes = slopes or dict.fromkeys(_in_part(table, -1, 1), 1)
+    # A clip of scaled gradients falls too, but only from some S on.
+    clipped = []
+    for path in table.get(max(table, default=0), {}):
+        powers = [power for power in sorted(table) if path in table[power]]
+        rows = [table[power][path] for power in powers]
+        is_full = len(rows) > 4 and all(np.isfinite(row).all() for row in rows)
+        if is_full and _stays_first(rows):
+            falls = _falls_at_last(powers[-3:], rows[-3:])
+            clipped += [path] if falls or slopes.get(path) == -1 else []
+    for path in clipped:
+        check.add("clipped while scaled", path)
     for path, slope in slopes.items():
         if slope > 0:
             check.add("never unscaled", path)
-        elif _keeps_a_part(check, table, path):
-            check.add("partly unscaled", path)
-        else:
-            check.add("unscaled twice", path)
+        elif not clipped:
+            is_part = _keeps_a_part(check, table, path)
+            check.add("partly unscaled" if is_part else "unscaled twice", path)
     for path in _slopes(results):
         if path in check.base.after:
             check.add("value is scaled", path)
@@ -55,19 +67,23 @@ def several_s(check: Check) -> None:
             check.add("reported scaled", f"result{''.join(keys)}")
     # Together they cancel if one scales and one unscales.
     for scale in check.scales if len(check.scales) > 1 and not slopes else ():
-        table = {3: _steps(check.base.changes, 3)}
+        power = np.log2(check.s or 1)
+        table = {power: _steps(check.base.changes, power)}
         for power, run in _alike(check, _ALONE, scale):
             table[power] = _steps(run.changes, power)
         if _slopes(table):
-            check.add("another S", check.node_name(scale, "counter"))
+            check.add("another S", check.node_name(scale))
 
 
 def _alike(
     check: Check, powers: Sequence[float], only: Path | None = None
 ) -> Iterator[tuple[float, Run]]:
     """Calls the step at several S, and yields log2 of S and the runs as at S = 8."""
+    base = np.log2(check.s or check.fixed[0])
     for power in powers:
-        run = check.run(f"S = 2^{power:g}", 2.0**power, only)
+        run: Run | None = check.base
+        if power != base or only is not None:
+            run = check.run(f"S = 2^{power:g}", 2.0**power, only)
         if check.is_alike(run):
             yield power, run
 
@@ -142,9 +158,39 @@ def _keeps_a_part(check: Check, table: Mapping[float, Rows], path: Path) -> bool
     return not any(abs(last @ x) > 0.9 * largest * np.linalg.norm(x) for x in others)
 
 
+def _stays_first(rows: Sequence[np.ndarray]) -> bool:
+    """Whether a change is the same at some small S before it falls with S."""
+    for low, high in itertools.pairwise(rows):
+        size = np.linalg.norm(high)
+        if size and np.linalg.norm(high - low) < 0.1 * size:
+            return True
+        if np.linalg.norm(low) > 1.5 * size:
+            return False
+    return False
+
+
+def _falls_at_last(powers: Sequence[float], rows: Sequence[np.ndarray]) -> bool:
+    """Whether most entries that still change at the largest S are a + b / S there.
+
+    With a clip by value, each entry begins to fall at an S of its own.
+    """
+    first, middle = rows[0] - rows[1], rows[1] - rows[2]
+    still = np.abs(first) > 1e-3 * np.max(np.abs(rows[2]))
+    if still.sum() < 4:
+        return False
+    found = np.zeros(still.sum(), bool)
+    for n in (1, 2):
+        inverse = [2.0 ** (-n * power) for power in powers]
+        expected = (inverse[0] - inverse[1]) / (inverse[1] - inverse[2])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found |= np.abs(first[still] / middle[still] / expected - 1) < 0.1
+    return bool(found.mean() > 0.5)
+
+
 def larger_s(check: Check) -> None:
     """Checks that the step is still the same at the largest S that is applied."""
-    if not check.scales or check.has("never unscaled", "unscaled twice"):
+    known = "never unscaled", "unscaled twice", "clipped while scaled"
+    if not check.scales or check.has(*known, "S never adjusted"):
         return
     references = [check.base.changes]
     references += [run.changes for _, run in _alike(check, _BETWEEN)]
@@ -161,9 +207,19 @@ def larger_s(check: Check) -> None:
             continue
         low = middle
         bad = [path for path, x in run.changes.items() if not x.stays_finite]
-        for path in bad or _differing(run.changes, references)[:1]:
-            check.add("overflow stays" if bad else "overflow hidden", path)
+        other = _differing(run.changes, references)[:1]
+        for path in bad or other:
+            lower = check.run("larger S", 2.0 ** (middle - 1)) if other else None
+            is_clip = lower and _is_halved(lower.change(path), run.change(path))
+            rule = "clipped while scaled" if is_clip else "overflow hidden"
+            check.add(check.unskipped if bad else rule, path)
             high = low
+
+
+def _is_halved(old: Change, new: Change) -> bool:
+    """Whether a clip of scaled gradients halves a change where S doubles."""
+    sizes = [float(np.linalg.norm(change.step)) for change in (old, new)]
+    return sizes[1] > 0 and 1.8 < sizes[0] / sizes[1] < 4.2
 
 
 def _differing(changes: Changes, references: Sequence[Changes]) -> list[Path]:
@@ -186,8 +242,9 @@ def growing_s(check: Check) -> None:
     run = check.run("a growing S", counter=_GROWS) if check.scales else None
     if run is None or run.skipped:
         return
-    new_s = host(run.after.get((*check.scales[0], "loss_scale"), 8.0))
-    grown = float(np.log2(np.max(new_s) / 8))
+    old_s = check.s or 1.0
+    new_s = host(run.after.get((*check.scales[0], "loss_scale"), old_s))
+    grown = float(np.log2(np.max(new_s) / old_s))
     if grown > 0:
         table = {0.0: _steps(check.base.changes, 0), grown: _steps(run.changes, grown)}
         for path in _slopes(table):

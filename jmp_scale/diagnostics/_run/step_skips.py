@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from .step_applied import diverging
-from .step_calls import Check, Path, Run, host, is_float
+from .step_calls import Check, Run
+from .step_leaves import Path, host, is_float
 
 _MOST_POISONED = 6  # arguments, and then parameters, to try
 # Statistics of a guard that make every step a spike.
@@ -46,12 +47,8 @@ def infinite_s(check: Check) -> None:
         if skipped in run.after and counter in check.base.after:
             updates = run.change(skipped).step.max()
             if check.base.change(counter).step.max() > updates > 0:
-                check.add("S adjusted twice", check.node_name(scale, "counter"))
-    if not any(run.moved((*state, "nonfinite_losses")) for state in check.states):
-        return
-    if check.has("reported scaled"):
-        check.add("value is scaled")
-    else:
+                check.add("S adjusted twice", check.node_name(scale))
+    if any(run.moved((*state, "nonfinite_losses")) for state in check.states):
         check.not_checked.append(
             "whether value= is unscaled: at S = inf it is not finite, which is right "
             "if it is unscaled by hand"
@@ -60,7 +57,7 @@ def infinite_s(check: Check) -> None:
 
 def _skips_its_own(check: Check, scale: Path, run: Run) -> None:
     own, counted = scale[:-1], run.counted[scale]
-    name = check.node_name(scale, "counter")
+    name = check.node_name(scale)
     if not run.skipped and counted != "overflow":
         _not_skipped(check, run, name)
     elif own in check.states and own not in run.skipped:
@@ -76,7 +73,7 @@ def _not_skipped(check: Check, run: Run, name: str) -> None:
     bad = [path for path, change in run.changes.items() if not change.stays_finite]
     usual = check.base.changes
     for path in _staying(check, run, bad):
-        check.add("overflow stays", path)
+        check.add(check.unskipped, path)
     if bad:
         return
     if all(change.is_as(usual[path]) for path, change in run.changes.items()):

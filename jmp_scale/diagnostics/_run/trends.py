@@ -121,7 +121,7 @@ def _unsteady(
         ratio = np.log(loss / level)
         burst &= ratio > 5 * _scatter(ratio)
     starts = step[1:][burst[1:] & ~burst[:-1]]
-    if len(starts) >= max(4, 0.01 * len(loss)):
+    if len(starts) >= max(5, 0.015 * len(loss)):
         values = {"bursts": len(starts), "every": int(np.median(np.diff(starts)))}
         yield "bursts", {"steps": len(loss), **values}
 

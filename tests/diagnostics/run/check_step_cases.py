@@ -64,6 +64,23 @@ GUARD = jmp_scale.SpikeGuard()
 TX = jmp_scale.with_loss_scale(ADAMW, DYNAMIC)
 
 
+def clip_each(grads, state, params):
+    def clip(g):
+        return g / jnp.maximum(1.0, jnp.linalg.norm(g))
+
+    return jax.tree.map(clip, grads), state
+
+
+CLIPS = {
+    "clip by norm": optax.clip_by_global_norm(1.0),
+    "clip by value": optax.clip(0.1),
+    "clip by block": optax.clip_by_block_rms(0.1),
+    "clip adaptively": optax.adaptive_grad_clip(0.1),
+    "clip each leaf": optax.GradientTransformation(optax.init_empty_state, clip_each),
+    "clip large ones": optax.clip_by_global_norm(1e3),
+}
+
+
 def scaled(half, ls, *args):
     return jmp_scale.value_and_grad(half, ls)(*args)
 
@@ -89,6 +106,9 @@ def by_hand(half, ls, *args, mistake="by hand"):
         grads = jax.tree.map(lambda g, p: g + 1e-1 * p, grads, args[0])
     if mistake == "clipped while scaled":
         grads = jax.tree.map(lambda g: jnp.clip(jnp.nan_to_num(g), -6e4, 6e4), grads)
+    if mistake in CLIPS:
+        clip = CLIPS[mistake]
+        grads, _ = clip.update(grads, clip.init(grads), args[0])
     unscaled = grads if mistake == "never, but reported" else ls.unscale(grads)
     return loss / ls.loss_scale, unscaled
 
@@ -103,6 +123,7 @@ BY_HAND = {
     "unscaled by the next S",
     "penalty unscaled",
     "clipped while scaled",
+    *CLIPS,
 }
 
 
@@ -177,7 +198,8 @@ def step_of(
             loss, grads = by_hand(half, ls, params, x, mistake=mistake)
         else:
             another = {"captured": DYNAMIC, "fresh": jmp_scale.DynamicLossScale()}
-            loss, grads = scaled(half, another.get(mistake, ls), params, x)
+            read = PARAMS if mistake == "captured parameters" else params
+            loss, grads = scaled(half, another.get(mistake, ls), read, x)
         grads = changed(grads, ls, params, mistake)
         with_value = mistake != "no value" and mistake not in WRAPPERS
         value = {"value": loss} if with_value else {}
@@ -228,6 +250,21 @@ def average(mistake=None, inner="adamw", accumulate=False, guard=None, donate=Fa
     state = {"params": params, "opt": tx.init(params), "ema": ema}
     step = jax.jit(step, donate_argnums=0 if donate else ())
     return step, (state, X, jax.random.key(1))
+
+
+def copies(mistake=None):
+    """An average that starts as a copy, and a target that is copied now and then."""
+
+    @jax.jit
+    def step(target, opt, ema, params, x):
+        params, opt, loss = learned(params, opt, x)
+        new = optax.incremental_update(params, ema, 0.01)
+        ema = new if mistake else jmp_scale.select_tree(opt.applied, new, ema)
+        is_due = opt.applied & (opt.loss_scale.counter % 10 == 0)
+        target = jmp_scale.select_tree(is_due, params, target)
+        return target, opt, ema, params, loss
+
+    return step, (PARAMS, TX.init(PARAMS), PARAMS, PARAMS, X)
 
 
 def accumulated(params, ls, x):
@@ -294,12 +331,16 @@ def with_arguments(mistake=None):
         updates = jax.tree.map(lambda u: rate * u, updates)
         params = optax.apply_updates(state["params"], updates)
         total = 0.9 * state["total"] + 0.1 * loss  # for a log: NaN may stay in it
-        new = {"params": params, "opt": opt, "total": total, "seen": state["seen"] + 1}
-        if mistake:
+        new = {"params": params, "opt": opt, "total": total, "seen": state["seen"]}
+        new["seen"] += jnp.int32(1)
+        if mistake == "decay":
             new["params"] = jax.tree.map(lambda p: p - 1e-4 * rate * p, params)
         return new, frozen, {"loss": loss, "epoch": epoch}
 
-    zero = {"total": jnp.float32(0), "seen": jnp.int32(0)}
+    zero = {
+        "total": jnp.float32(0),
+        "seen": 0 if mistake == "counter" else jnp.int32(0),
+    }
     state = {"params": PARAMS, "opt": TX.init(PARAMS), **zero}
     batch = X, jnp.ones((16, 1))
     return step, (state, batch, jnp.float32(0.5), {"w1": 1.1 * PARAMS["w1"]}, 3)
@@ -324,6 +365,26 @@ def loop_by_hand(mistake=None):
         return *updated, ls, loss
 
     return step, (PARAMS, ADAMW.init(PARAMS), DYNAMIC, X)
+
+
+def raw_s(mistake=None):
+    """A loop with an S of its own in the state, without this library's classes."""
+
+    @jax.jit
+    def step(state, x):
+        params, opt, s = state["params"], state["opt"], state["loss_scale"]
+        used = 8.0 if mistake else s
+        loss, grads = jax.value_and_grad(lambda p: used * HALF["float16"](p, x))(params)
+        grads = jax.tree.map(lambda g: g / used, grads)
+        finite = jmp_scale.all_finite(grads)
+        updates, new = ADAMW.update(grads, opt, params)
+        new = {"params": optax.apply_updates(params, updates), "opt": new}
+        old = {"params": params, "opt": opt}
+        kept = jmp_scale.select_tree(finite, new, old)
+        return {**kept, "loss_scale": jnp.where(finite, s, s / 2)}, loss / used
+
+    state = {"params": PARAMS, "opt": ADAMW.init(PARAMS)}
+    return step, ({**state, "loss_scale": jnp.float32(8)}, X)
 
 
 def gan(mistake=None):
@@ -674,13 +735,23 @@ WRONG = {
         **cases(equinox, "plain"),
         **cases(gan, "one"),
         **cases(loop_by_hand, "S"),
+        **cases(raw_s, "S"),
+    },
+    "clipped while scaled": {
+        **cases(step_of, *CLIPS),
+        **cases(step_of, *CLIPS, inner="sgd", dtype="float32"),
+    },
+    "captured parameters": {
+        **cases(step_of, "captured parameters"),
+        **cases(step_of, "captured parameters", ls="none", dtype="bfloat16"),
     },
     "unscaled by the next S": cases(step_of, "unscaled by the next S"),
     "partly unscaled": {
         **cases(step_of, "penalty unscaled"),
         **cases(step_of, "penalty unscaled", inner="sgd"),
     },
-    "value is scaled": cases(step_of, "loss left scaled"),
+    "reported scaled": cases(step_of, "loss left scaled"),
+    "value is scaled": cases(step_of, "loss left scaled", guard=GUARD),
     "overflow hidden": {
         **cases(step_of, "clipped while scaled", "clipped", "zero_nans"),
         **with_optimizers("clipped"),
@@ -703,6 +774,7 @@ WRONG = {
         **cases(step_of, "decayed", ls="none"),
         **cases(average, "not selected"),
         **cases(average, "not selected", inner="warm-up"),
+        **cases(copies, "not selected"),
         **cases(loop_by_hand, "zero"),
         **cases(with_arguments, "decay"),
     },
@@ -718,7 +790,12 @@ WRONG = {
     },
     "nothing learned": cases(step_of, "old parameters"),
     "not returned": cases(step_of, "not returned"),
-    "compiles twice": cases(step_of, "narrowed"),
+    "compiles twice": cases(with_arguments, "counter"),
+    "comes back in half precision": cases(step_of, "narrowed"),
+    "guard without a loss": {
+        **cases(step_of, "no value", guard=GUARD),
+        **cases(step_of, "no value", guard=GUARD, ls="none", dtype="bfloat16"),
+    },
     "another S": cases(gan, "unscaled by the other", "swapped"),
     "NaN stays": {
         **cases(embedding, "not selected"),
@@ -745,6 +822,8 @@ RIGHT = {
     **cases(step_of, "by hand"),
     **cases(average),
     **cases(average, donate=True),
+    **cases(copies),
+    **cases(raw_s),
     **cases(average, inner="half parameters"),
     **cases(nnx_step, with_metrics=True),
     **cases(nnx_step, plain=True),

@@ -1,4 +1,4 @@
-"""What MkDocs calls: links of names, a table of names, examples, the notebook.
+"""What MkDocs calls: links of names, a table of names, parts of other files.
 
 Names are those of the pages in docs/api. The addresses of JAX's and Optax's are spelled
 out, because the site is built without a network.
@@ -12,6 +12,8 @@ import textwrap
 
 DOCS = pathlib.Path(__file__).parent
 EXAMPLES = DOCS.parent / "examples"
+README = re.compile(r"^<!-- readme: (\w+) -->$", re.MULTILINE)
+DIFF = re.compile(r"^```diff\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 EXAMPLE = re.compile(r"^<!-- example: (\w+)(, wrap)? -->$", re.MULTILINE)
 OWN = {
     name: name
@@ -89,7 +91,24 @@ def on_page_markdown(markdown, page, **_):
         return markdown.replace("<!-- all names -->", _table())
     if page.file.src_uri == "notebook.md":
         return markdown.replace("<!-- notebook -->", _notebook())
-    return EXAMPLE.sub(_example, markdown)
+    return EXAMPLE.sub(_example, README.sub(_of_readme, markdown))
+
+
+def _of_readme(match):
+    """A part of the README: a diff is shown, and what it leaves can be copied."""
+    text = (DOCS.parent / "README.md").read_text()
+    part = text.partition(f"<!-- start: {match[1]} -->\n")[2]
+    part = part.partition("<!-- end: ")[0].replace("](docs/", "](")
+    part = re.sub(r"^<!-- block: .*\n", "", part, flags=re.MULTILINE)
+    return DIFF.sub(_with_copy, part)
+
+
+def _with_copy(match):
+    lines = [line for line in match[1].splitlines() if not line.startswith("-")]
+    code = textwrap.indent("\n".join(line[1:] for line in lines), "    ")
+    shown = f"``` {{ .diff .no-copy }}\n{match[1]}```"
+    copied = f'??? example "These lines, to copy"\n\n    ```py\n{code}\n    ```'
+    return f"{shown}\n\n{copied}"
 
 
 def _example(match):

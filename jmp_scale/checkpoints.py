@@ -147,13 +147,7 @@ def _restored(
     except (KeyError, TypeError, ValueError) as error:
         first_line = (str(error).strip() or repr(error)).splitlines()[0]
         raise _OtherFormError(first_line[:200]) from error
-    # Orbax's partial restore leaves a ShapeDtypeStruct for what it did not read.
-    saved = {
-        name: x
-        for name, x in leaves_by_name(saved).items()
-        if not isinstance(x, jax.ShapeDtypeStruct)
-    }
-    places = leaves_by_name(numbered)
+    saved, places = leaves_by_name(saved), leaves_by_name(numbered)
     for name, i in places.items():
         like, value = on_disk[i], saved.get(name)
         is_number = is_data(like) and not hasattr(like, "dtype")
@@ -183,13 +177,8 @@ def _remainders_by_parameter(numbers: PyTree, leaves: Sequence[Leaf]) -> dict[in
     places = leaves_by_name(with_arrays(outside))
 
     def are_parameters(prefix: str) -> bool:
-        pairs = [(places.get(prefix + name), i) for name, i in kept.items()]
-        return all(
-            place is not None
-            and is_bfloat16(leaves[place])
-            and jnp.shape(leaves[place]) == jnp.shape(leaves[i])
-            for place, i in pairs
-        )
+        found = [places.get(prefix + name) for name in kept]
+        return all(i is not None and is_bfloat16(leaves[i]) for i in found)
 
     first = next(iter(kept))
     ends = {name.removesuffix(first) for name in places if name.endswith(first)}
@@ -263,6 +252,7 @@ def _fits(value: Leaf, like: Leaf) -> bool:
 
 
 def _type(x: Leaf) -> str:
-    if x is None:
+    # Orbax's partial restore leaves a ShapeDtypeStruct for what it did not read.
+    if x is None or isinstance(x, jax.ShapeDtypeStruct):
         return "nothing"
     return f"{getattr(x, 'dtype', type(x).__name__)}{[*getattr(x, 'shape', ())]}"

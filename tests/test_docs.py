@@ -76,7 +76,6 @@ STEPS = {
     },
     "docs/half-parameters.md": {
         "train_step": "train_step, params, opt_state, x",
-        "nnx_step": "nnx_step, model, optimizer, ids",
     },
     "docs/spikes.md": {"train_step": "train_step, params, opt_state, gradient"},
     "docs/monitor.md": {"train_step": "train_step, params, opt_state, history, x"},
@@ -286,18 +285,6 @@ def test_every_page_is_in_the_navigation_and_every_example_on_its_page():
     assert set(re.findall(r"`(\w+\.py)`", page)) == scripts
     shown = re.findall(r"^<!-- example: (\w+)(?:, wrap)? -->$", page, re.M)
     assert {f"{name}.py" for name in shown} == scripts
-
-
-def test_the_first_page_of_the_site_shows_the_lines_of_the_readme():
-    diffs = re.compile(r"^```(?: \{ \.)?diff.*?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-    index = TEXTS["docs/index.md"]
-    shown = diffs.findall((ROOT / "README.md").read_text())
-    assert shown == diffs.findall(index)
-    to_copy = re.findall(r"^    ```py\n(.*?)^    ```$", index, re.DOTALL | re.MULTILINE)
-    after = [re.sub(r"^-.*\n", "", diff, flags=re.MULTILINE) for diff in shown]
-    after = [re.sub(r"^.", "", diff, flags=re.MULTILINE) for diff in after]
-    assert after == [inspect.cleandoc(code) + "\n" for code in to_copy]
-    assert len(after) == 2
 
 
 def test_every_sentence_of_health_has_a_section_that_quotes_one():

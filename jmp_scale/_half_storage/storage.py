@@ -72,17 +72,15 @@ def with_half_storage(
     those of `inner` on float32 values, as if nothing were rounded.
 
     Averages are rounded stochastically after each step, right in the mean and the same
-    on all devices. The state is rounded and not the update, so the first step is that
-    of `inner`, bit for bit. The noise of an average remains, but it has no bias. On a
-    CPU rounding costs time, and memory while a leaf is updated.
+    on all devices, so the first step is that of `inner`, bit for bit. Their noise
+    stays, without a bias. On a CPU it costs time, and memory while a leaf is updated.
 
     Args:
       inner: any Optax optimizer or chain, without a loss scale.
       averages: fields of Optax's states whose arrays are stored in bfloat16, such as
         `("mu", "nu")` of Adam, `("trace",)` of SGD: one array for each parameter,
-        float32 or narrower, with at least one axis. Name only decaying averages. A sum,
-        a maximum or a copy of the parameters, such as `z` of
-        `optax.contrib.schedule_free`, does not average its noise out.
+        float32 or narrower, with at least one axis. Name only decaying averages: a sum,
+        a maximum or a copy of the parameters does not average its noise out.
       remainders: whether the state keeps what bfloat16 parameters lack. If not, new
         values are rounded up or down at random, right in the mean.
       key: a PRNG key, typed or raw, for `averages` and for `remainders=False`. Its
@@ -98,10 +96,9 @@ def with_half_storage(
       TypeError: an argument or a state of another type, parameters that are not arrays.
       ValueError: no key where one is needed, or several; from `init`, nothing to store
         in bfloat16, float16 parameters, a name in `averages` that no field has, an
-        average that `inner` subtracts from another (a centered RMSprop), or an `inner`
-        that contains a `with_loss_scale` or another `with_half_storage`; from `update`,
-        no `params`, or others than those of `init`, the state of other arguments, or
-        `unreduced` gradients.
+        average that `inner` subtracts from another (a centered RMSprop), or a
+        `with_loss_scale` or `with_half_storage` within; from `update`, other parameters
+        than those of `init`, a state of other arguments, or `unreduced` gradients.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jmp_scale, optax
@@ -198,11 +195,11 @@ class _HalfStorage:
         next_key, keys = None, [None] * len(out)
         if self.words is not None:
             key = jax.random.wrap_key_data(state.rounding_key, impl="threefry2x32")
-            next_key, *keys = jax.random.split(key, len(out) + 1)
+            next_key, *of_leaves = jax.random.split(key, len(out) + 1)
             next_key = jax.random.key_data(next_key)
-            inner_state = self._rounded(inner_state, params, key)
-        if self.remainders:
-            keys = [None] * len(out)
+            if self.averages:
+                inner_state = self._rounded(inner_state, params, key)
+            keys = keys if self.remainders else of_leaves
         trees = map(structure.flatten_up_to, (params, full, state.remainders))
         pairs = list(map(_rounded_update, out, *trees, keys))
         updates = structure.unflatten(update for update, _ in pairs)
@@ -217,6 +214,8 @@ class _HalfStorage:
     def _map_averages(
         self, fun: Callable[[jax.Array], jax.Array], state: PyTree, params: PyTree
     ) -> optax.OptState:
+        if not self.averages:
+            return state
         arrays, structure = _arrays_of(state, params)
         return structure.unflatten(
             fun(x.value) if self._is_average(x) else x.value for x in arrays
@@ -237,13 +236,7 @@ class _HalfStorage:
             # The optimizer itself may have rounded it, by Optax's `mu_dtype`.
             if self._is_average(x) and not is_bfloat16(x.value):
                 places.setdefault((x.owner, x.value.shape), []).append(i)
-        pairs = [
-            found[i : i + 2]
-            for found in places.values()
-            for i in range(0, len(found), 2)
-        ]
-        if not pairs:
-            return inner_state
+        pairs = [x[i : i + 2] for x in places.values() for i in range(0, len(x), 2)]
         keys = jax.random.split(jax.random.fold_in(key, _STREAM), len(pairs))
         largest = float(jnp.finfo(jnp.bfloat16).max)
         for pair, own in zip(pairs, keys, strict=True):

@@ -35,16 +35,14 @@ class Network(nnx.Module):
     """BatchNorm, Dropout and a count, all of which a forward pass writes."""
 
     def __init__(self, rngs):
-        self.first = nnx.Linear(4, 8, dtype=jnp.float16, rngs=rngs)
-        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.linear = nnx.Linear(4, 2, dtype=jnp.float16, rngs=rngs)
+        self.norm = nnx.BatchNorm(2, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.last = nnx.Linear(8, 1, dtype=jnp.float16, rngs=rngs)
         self.calls = nnx.Variable(jnp.int32(0))
 
     def __call__(self, x):
         self.calls[...] += 1
-        h = self.norm(self.first(x).astype(jnp.float32))
-        return self.last(self.dropout(nnx.relu(h))).astype(jnp.float32)
+        return self.dropout(self.norm(self.linear(x).astype(jnp.float32)))
 
 
 def nnx_loss(model, x):
@@ -57,7 +55,7 @@ def equinox_loss(model, x):
 
 
 def models():
-    mlp = eqx.nn.MLP(4, 1, 8, 2, key=jax.random.key(0))
+    mlp = eqx.nn.MLP(4, 1, 4, 1, key=jax.random.key(0))
     return {
         "equinox": (equinox_loss, mlp, eqx.filter_value_and_grad),
         "NNX": (nnx_loss, Network(nnx.Rngs(0)), nnx.value_and_grad),
@@ -72,7 +70,7 @@ def values(tree):
 
 # NNX first where a model's state may be written, Equinox where much is compiled.
 ORDERS = dict.fromkeys(TOOLS, ("NNX", "equinox"))
-ORDERS["compare_gradients"] = "equinox", "NNX"
+ORDERS |= dict.fromkeys(["compare_gradients", "diagnose_nonfinite"], ("equinox", "NNX"))
 PAIRS = [(tool, framework) for tool, order in ORDERS.items() for framework in order]
 
 
@@ -110,8 +108,6 @@ def half(w):
 
 
 W = jnp.ones((16, 8))
-NOT_ALL_ARRAYS = {"w": W, "f": jax.nn.relu}
-FILTER = r"at args\[0\]\['f'\]; .* transform=equinox.filter_value_and_grad"
 MISTAKES = {
     "not a function": ((W,), {}, r"a function, got an array of shape \(16, 8\)"),
     "not a transform": ((half, W), {"transform": "nnx"}, "a function, got a str"),
@@ -125,7 +121,6 @@ MISTAKES = {
         r"differentiate, got none at argnums=\(\)",
     ),
     "nothing": ((half, {}), {}, "differentiate, got none at argnums=0"),
-    "a function": ((half, NOT_ALL_ARRAYS), {}, FILTER),
 }
 
 
@@ -134,8 +129,6 @@ def test_one_mistake_has_one_text_that_names_the_tool_and_the_cure(mistake):
     args, kwargs, words = MISTAKES[mistake]
     texts = set()
     for name, tool in TOOLS.items():
-        if (mistake, name) == ("a function", "precision_report"):
-            continue  # the error is the transformation's
         with pytest.raises(TypeError, match=words) as raised:
             tool(*args, **kwargs)
         texts.add(str(raised.value).removeprefix(f"{name}: expected"))

@@ -39,7 +39,7 @@ _LONG_BACKWARD_LOOP = 64
 
 
 def faults(equation: Equation) -> Iterator[Finding]:
-    """Applies all rules to a equation."""
+    """Applies all rules to an equation."""
     yield from _half_sum(equation)
     yield from _half_collective(equation)
     # Transposing creates no square and no exp; a user's backward rule may.
@@ -49,24 +49,6 @@ def faults(equation: Equation) -> Iterator[Finding]:
         yield from _half_constant(equation)
         yield from _half_integers(equation)
         yield from _half_division(equation)
-
-
-def is_cast_by_user(place: Place) -> bool:
-    """Whether the user wrote a cast, in contrast to one inside a library function."""
-    if not place.packages <= _CASTERS:
-        return False
-    calls = [call.rpartition("<locals>.")[2] for call in place.calls]
-    named = [call for call in calls if call not in _PASS_ON]
-    return bool(named) and (named[-1] in _CASTS or "cast" in named[-1])
-
-
-def is_narrowed_by_user(equation: Equation) -> bool:
-    """Whether a equation is a cast to half precision that the user wrote."""
-    return (
-        equation.narrows
-        and equation.ins[0].single is None
-        and is_cast_by_user(equation.place())
-    )
 
 
 def _half_sum(equation: Equation) -> Iterator[Finding]:
@@ -87,9 +69,8 @@ def _half_sum(equation: Equation) -> Iterator[Finding]:
     if equation.backward and not comes_back:
         cure = "broadcast the smaller operand in float32, then cast it"
         # A user cannot change this inside a convolution of Flax or Equinox.
-        if equation.place().library and any(
-            map(_CONVOLUTION.match, equation.place().calls)
-        ):
+        place = equation.place()
+        if place.library and any(map(_CONVOLUTION.match, place.calls)):
             severity = "note"
     harm = " and ".join(harms) or "keeps two digits"
     what = f"a sum of {count:,.0f} entries {how} in {equation.result}, which {harm}"
@@ -126,7 +107,7 @@ def _half_square(equation: Equation) -> Iterator[Finding]:
         what, times = "a square comes back", 2
         squared = equation.ins[0].squared and equation.ins[0].high > FLOAT16_MAX
         # If the user wrote the cast, the mean square may well be in range.
-        if not squared or equation.backward or is_cast_by_user(equation.place()):
+        if not squared or equation.backward or _is_cast_by_user(equation.place()):
             return
     else:
         times = _power_of_one_value(equation)
@@ -142,6 +123,15 @@ def _half_square(equation: Equation) -> Iterator[Finding]:
         "to float32 first and keep the result there"
     )
     yield equation.finding("half-square", "warning", message)
+
+
+def _is_cast_by_user(place: Place) -> bool:
+    """Whether the user wrote a cast, in contrast to one inside a library function."""
+    if not place.packages <= _CASTERS:
+        return False
+    calls = [call.rpartition("<locals>.")[2] for call in place.calls]
+    named = [call for call in calls if call not in _PASS_ON]
+    return bool(named) and (named[-1] in _CASTS or "cast" in named[-1])
 
 
 def _power_of_one_value(equation: Equation) -> int:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn
@@ -13,7 +13,6 @@ from ..._jaxpr import PRODUCTS, dtype_name, shape, size
 from .._tables import printed
 from .equation import Equation, Finding
 from .facts import entries_added
-from .rules import is_narrowed_by_user
 
 _FLOATING = ("float", "bfloat", "complex")
 _NARROW = ("float16", "bfloat16", "float8", "float4")
@@ -99,18 +98,17 @@ def _is_narrow(dtypes: Iterable[str]) -> bool:
     return all(dtype.startswith(_NARROW) for dtype in dtypes)
 
 
-def full_matmuls(equations: Sequence[Equation]) -> Iterator[Finding]:
-    """Finds products in float32, if others or casts of the user are half precision."""
+def full_matmuls(equations: Iterable[Equation]) -> Iterator[Finding]:
+    """Finds products in float32 while others are half precision."""
     products = [equation for equation in equations if flops(equation.eqn)]
     wide = [e for e in products if not _is_narrow(operand_dtypes(e.eqn))]
-    is_half = len(wide) < len(products) or any(map(is_narrowed_by_user, equations))
-    for equation in wide if is_half else ():
+    for equation in wide if len(wide) < len(products) else ():
         # A solve, or its derivative, needs the precision.
         if stays_float32(equation.eqn) or "linalg" in equation.place().packages:
             continue
         message = (
-            f"a matrix product runs in {' x '.join(operand_dtypes(equation.eqn))}, not "
-            "in half precision; cast both operands if its time matters"
+            f"a matrix product runs in {' x '.join(operand_dtypes(equation.eqn))} "
+            "while others are half precision; cast both operands if its time matters"
         )
         result = equation.eqn.outvars[0]
         found = equation.finding("full-matmul", "note", message, result)

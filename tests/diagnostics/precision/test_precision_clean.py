@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from flax import nnx
 from helpers import one_of
 from jax import lax
 from jax.extend.core import JaxprEqn
@@ -249,29 +248,3 @@ def test_flax_linen_attention_is_clean_with_a_float32_softmax_only(half):
     (finding,) = (f for f in report(False).findings if f.severity != "note")
     assert finding.rule == "half-exp"  # Flax's own choice, at the user's line
     assert finding.file == __file__
-
-
-def test_flax_nnx(half):
-    class Network(nnx.Module):
-        def __init__(self, rngs):
-            self.conv = nnx.Conv(3, 16, (3, 3), dtype=half, rngs=rngs)
-            self.batch_norm = nnx.BatchNorm(16, dtype=half, rngs=rngs)
-            self.embed = nnx.Embed(10, 16, dtype=half, rngs=rngs)
-            self.layer_norm = nnx.LayerNorm(16, dtype=half, rngs=rngs)
-            self.dropout = nnx.Dropout(0.1, rngs=rngs)
-            self.out = nnx.Linear(16, 10, dtype=half, rngs=rngs)
-
-        def __call__(self, images, labels):
-            x = nnx.relu(self.batch_norm(self.conv(images)))
-            x = x.reshape(len(x), -1, 16) + self.embed(labels)[:, None]
-            return self.out(self.dropout(self.layer_norm(x).mean(1))).astype(F32)
-
-    def loss(model, images, labels):
-        return cross_entropy(model(images, labels), labels)
-
-    model = Network(nnx.Rngs(0))
-    before = jax.tree.map(lambda x: x, nnx.state(model, nnx.BatchStat))
-    args = (array(4, 8, 8, 3), array(4, dtype="int32"))
-    assert_clean(loss, model, *args, transform=nnx.value_and_grad)
-    after = nnx.state(model, nnx.BatchStat)  # nothing ran, nothing was written
-    jax.tree.map(np.testing.assert_array_equal, before, after)

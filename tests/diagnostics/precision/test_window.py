@@ -41,7 +41,7 @@ def test_a_gradient_is_precise_at_the_loss_scales_of_the_window_alone():
     half = lambda w: loss(w, jnp.float16)  # noqa: E731
     window = compare_gradients(half, loss, w).window
     assert 1 < window.lowest < window.highest
-    for s in (2.0**k for k in range(-4, 25, 2)):
+    for s in (1.0, window.lowest / 4, window.lowest, window.highest):
         at = compare_gradients(half, loss, w, loss_scale=s, loss_scales=())
         assert at.is_precise == (window.lowest <= s <= window.highest)
         assert (at.window, at.loss_scales) == (None, ())
@@ -140,12 +140,3 @@ def test_a_dynamic_loss_scale_takes_what_is_advised(ends):
     if "start from" in words:
         jmp_scale.DynamicLossScale(window.start)
     assert isinstance(window, Window)
-
-
-def test_loss_scales_that_do_not_increase_are_refused():
-    for scales in ([0, 1], [3, 1], [2, 2], [2.0**127], [float("nan")]):
-        words = "compare_gradients: expected loss_scales"
-        with pytest.raises(ValueError, match=words):
-            compare_gradients(
-                forgetful, float32_forgetful, ONES, ONES, loss_scales=scales
-            )

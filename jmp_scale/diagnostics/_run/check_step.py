@@ -91,8 +91,9 @@ def check_step(
     """Finds out whether a train step is wired right, by calling it (host).
 
     Use it before a run, and first of all when a model does not learn. It finds
-    gradients that are never unscaled, or unscaled twice, or by another S; an overflow
-    that a clip hides; an average that a skipped step changes. All of these are silent.
+    gradients that are never unscaled, unscaled twice or clipped while scaled; a loss of
+    another S or of captured parameters; a hidden overflow; an average that a skipped
+    step changes. All of these are silent.
 
     ```
     eleven S, 2^-17 to 2^11   nothing may grow or fall with S
@@ -103,25 +104,29 @@ def check_step(
     ```
 
     The step is called some 30 times with copies of the arguments, which it may donate.
-    It does not compile more often than in a run, because S is an array; only each S of
-    a `StaticLossScale` is a compilation, so three of these are tried. Prints, logs and
-    counters outside of the step run in each call.
+    Several copies of the state are alive at a time, so check a small configuration of a
+    large model. It does not compile more often than in a run, because S is an array;
+    only each S of a `StaticLossScale` is a compilation, so three of these are tried.
+    Prints, logs and counters outside of the step run in each call.
 
     State is a part that an argument and a result have in common (names and shapes), and
     the arrays in NNX modules. It cannot find: gradients that are summed in place of
-    averaged, averages of another optimizer's parameters, state in Python objects and
-    closures, and any code that these arguments do not reach.
+    averaged, averages of another optimizer's parameters, a skip that not all mesh axes
+    agree on, and any code that these arguments do not reach.
 
     Args:
       step: the train step, compiled or not, with any arguments and results.
       *args: its arguments: state, batch and keys as in the first step.
       carried: positions of arguments that are bare arrays and come back at the same
-        position of the results; 0 for a step that returns one array.
+        position of the results; (0,) for a step that returns one array.
+      **kwargs: its keyword arguments.
 
     Raises:
-      TypeError: `step` is not a function.
-      ValueError: a position in `carried` is not that of a bare array.
-      Exception: any exception that the step raises with the given arguments.
+      TypeError: `step` is not a function, or `carried` is not a sequence.
+      ValueError: a position in `carried` is not that of a bare array that comes back.
+      Exception: any exception of the first call. Of later calls those that are not
+        arithmetic, assertion, memory, run-time or value errors, or the end of an
+        iterator; these are counted, and the first one is named.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jmp_scale, optax

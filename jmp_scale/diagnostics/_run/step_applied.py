@@ -6,7 +6,8 @@ import jax
 import numpy as np
 
 from ..._types import Leaf
-from .step_calls import Check, Path, Run, has_moved, host, is_float
+from .step_calls import Check, Run
+from .step_leaves import Path, has_moved, host, is_float
 
 _MOST_CALLS = (
     16  # until a window of accumulation ends; of MultiSteps four times as many

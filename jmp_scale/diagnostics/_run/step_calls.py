@@ -2,9 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
-import math
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeGuard
@@ -16,16 +13,29 @@ from jax.typing import ArrayLike
 
 from ..._scaling.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from ..._state import LossScale
-from ..._tree import is_data, is_inexact, is_module
-from ..._types import Function, KeyPath, Leaf, PyTree
+from ..._tree import is_data, is_module
+from ..._types import Function, Leaf, PyTree
+from .step_leaves import (
+    Form,
+    Named,
+    Path,
+    flat,
+    has_moved,
+    host,
+    is_below,
+    is_float,
+    is_key,
+    like,
+    matched,
+    named,
+    nnx,
+    parents,
+    path_of,
+    sampled,
+)
 from .step_rules import RULES, Level
 
-Path = tuple[str, ...]  # keys, indices and names of fields
-Named = dict[Path, Leaf]
-Form = tuple[tuple[Path, tuple[int, ...]], ...]  # names and shapes of leaves
-
 FAR = -(10**6)  # at this counter S does not grow, and a reset is recognized
-_SAMPLE = 4096  # entries of a leaf that are compared in size
 _OURS = (NoOpLossScale, StaticLossScale, DynamicLossScale)
 # What users' steps raise on purpose, what XLA raises, and the end of an iterator.
 _RAISED = (
@@ -132,7 +142,7 @@ class Check:
         self._step, self._keywords, self._carried = step, [*kwargs], carried
         self._labels = [f"args[{i}]" for i in range(len(args))] + self._keywords
         args = jax.tree.map(_with_leaves, (*args, *kwargs.values()), is_leaf=_is_scale)
-        self._graph, pairs, self._tree = _flat(args)
+        self._graph, pairs, self._tree = flat(args)
         self._leaves = {path_of(keys): leaf for keys, leaf in pairs}
         self.arrays = {path: x for path, x in self._leaves.items() if is_data(x)}
         self.names: dict[Path, str] = {}  # as a reader writes them, `args[0]['w']`
@@ -143,20 +153,17 @@ class Check:
         # Variables of NNX outside of modules, as in an optimizer's state, are results.
         nodes = jax.tree_util.tree_leaves_with_path(args, is_leaf=is_module)
         modules = [path_of(keys) for keys, node in nodes if is_module(node)]
-        self._in_modules: set[Path] = set()
-        for path in self._leaves:
-            if any(_is_below(path, module) for module in modules):
-                self._in_modules.add(path)
+        below = (p for p in self._leaves if any(is_below(p, m) for m in modules))
+        self._in_modules: set[Path] = set(below)
         # Of a StaticLossScale, which has no leaves, S; of the others their paths.
         self.fixed = [scale.loss_scale for scale in _constant_scales(args)]
-        self.states = _parents(self.arrays, "grads_finite", "applied", "skipped")
-        self.scales = _parents(self.arrays, "loss_scale", "counter")
-        self._ours = (*self.scales, *_parents(self.arrays, "log2_scale", "pushed"))
-        for scale in _parents(self.arrays, "loss_scale"):
+        self.states = parents(self.arrays, "grads_finite", "applied", "skipped")
+        self.scales = parents(self.arrays, "loss_scale", "counter")
+        self._ours = (*self.scales, *parents(self.arrays, "log2_scale", "pushed"))
+        for scale in parents(self.arrays, "loss_scale"):
             # S of another rule: in a state, or alone in a loop by hand.
-            is_alone = not (self.scales or self.fixed) and is_float(
-                self.arrays[*scale, "loss_scale"]
-            )
+            is_number = is_float(self.arrays[*scale, "loss_scale"])
+            is_alone = is_number and not (self.scales or self.fixed)
             if scale not in self.scales and (scale[:-1] in self.states or is_alone):
                 self.scales.append(scale)
                 self._ours += ((*scale, "loss_scale"),)
@@ -184,7 +191,7 @@ class Check:
             entries = host(x)
             key = path[-1], np.shape(x), sampled(entries).tobytes()
             if copies[key] and entries.shape == np.shape(x):
-                new[path] = _like(x, entries * (1 + copies[key] / 16))
+                new[path] = like(x, entries * (1 + copies[key] / 16))
             copies[key] += 1
         return new
 
@@ -206,12 +213,12 @@ class Check:
 
     def is_ours(self, path: Path) -> bool:
         """Whether a leaf is S, a flag or counter, or of a guard or a history."""
-        own = [state for state in self.states if _is_below(path, state)]
+        own = [state for state in self.states if is_below(path, state)]
         is_beside = any(path[len(state)] != "inner_state" for state in own)
-        return is_beside or any(_is_below(path, node) for node in self._ours)
+        return is_beside or any(is_below(path, node) for node in self._ours)
 
     def is_optimizer(self, path: Path) -> bool:
-        return any(_is_below(path, p) for p in (*self.states, *self.scales))
+        return any(is_below(path, p) for p in (*self.states, *self._ours))
 
     @property
     def unskipped(self) -> str:
@@ -255,7 +262,7 @@ class Check:
             new[*scale, "loss_scale"] = np.float32((self.s if is_base else s) or 8.0)
             if (*scale, "counter") in before:
                 new[*scale, "counter"] = counter
-        before |= {path: _like(before[path], value) for path, value in new.items()}
+        before |= {path: like(before[path], value) for path, value in new.items()}
         args = self._copies(before)
         constant_s = self.s if s is None else s
         if not (self.scales or constant_s is None):
@@ -280,7 +287,7 @@ class Check:
         if self._places is None:
             plain = {p: x for p, x in before.items() if p not in self._in_modules}
             whole = self.states + self.scales
-            self._places = _matched(plain, results, whole, self._carried)
+            self._places = matched(plain, results, whole, self._carried)
         places, after = self._places, {}
         for path in before:
             if path in self._in_modules and path in held:
@@ -299,67 +306,7 @@ class Check:
             is_array = isinstance(leaf, (jax.Array, np.ndarray))
             leaves.append(leaf.copy() if is_array else leaf)
         args = jax.tree.unflatten(self._tree, leaves)
-        return args if self._graph is None else _nnx().merge(self._graph, args)
-
-
-def _flat(tree: PyTree) -> tuple[PyTree, list[tuple[KeyPath, Leaf]], PyTree]:
-    """Returns the graph of NNX modules or None, keys and leaves, and the structure."""
-    graph = None
-    if any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module))):
-        graph, tree = _nnx().split(tree)
-    return graph, *jax.tree_util.tree_flatten_with_path(tree)
-
-
-def named(tree: PyTree) -> Named:
-    """Returns the arrays and numbers of a pytree by path, NNX modules included."""
-    return {path_of(keys): leaf for keys, leaf in _flat(tree)[1] if is_data(leaf)}
-
-
-def path_of(keys: KeyPath) -> Path:
-    if not keys:
-        return ()
-    path = tuple(jax.tree_util.keystr(keys, simple=True, separator="\n").split("\n"))
-    # An NNX variable has its array in a field.
-    is_variable = hasattr(keys[-1], "name") and "flax.nnx" in sys.modules
-    return path[:-1] if is_variable and path[-1] == "value" else path
-
-
-def is_float(leaf: Leaf) -> bool:
-    return is_inexact(leaf) and not is_key(leaf)
-
-
-def is_key(leaf: Leaf) -> bool:
-    return jnp.issubdtype(getattr(leaf, "dtype", bool), jax.dtypes.prng_key)
-
-
-def host(leaf: Leaf) -> np.ndarray:
-    """Returns the entries; of an array over processes, those of its first part here."""
-    leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        leaf = leaf.addressable_data(0)
-    return np.asarray(leaf)
-
-
-def has_moved(old: Leaf, new: Leaf) -> bool:
-    return not np.array_equal(host(old), host(new))
-
-
-def sampled(x: np.ndarray) -> np.ndarray:
-    """Returns at most `_SAMPLE` evenly spread entries as f64."""
-    x = np.stack([np.real(x), np.imag(x)]) if np.iscomplexobj(x) else x
-    return x.ravel()[:: max(1, math.ceil(x.size / _SAMPLE))].astype(np.float64)
-
-
-def _like(leaf: Leaf, value: ArrayLike) -> Leaf:
-    """Returns `value`, broadcast to the shape, dtype and devices of `leaf`."""
-    filled = np.broadcast_to(value, np.shape(leaf)).astype(leaf.dtype)
-    if isinstance(leaf, jax.Array):
-        return jax.device_put(filled, leaf.sharding if leaf.committed else None)
-    return filled
-
-
-def _nnx() -> PyTree:
-    return sys.modules["flax.nnx"]  # it is imported where there are modules
+        return args if self._graph is None else nnx().merge(self._graph, args)
 
 
 def _is_scale(x: PyTree) -> bool:
@@ -377,93 +324,3 @@ def _with_leaves(x: PyTree) -> PyTree:
 def _constant_scales(args: PyTree) -> list[StaticLossScale]:
     leaves = jax.tree.leaves(args, is_leaf=_is_scale)
     return [x for x in leaves if isinstance(x, StaticLossScale)]
-
-
-def _parents(arrays: Named, *names: str) -> list[Path]:
-    """Returns the paths of nodes with leaves of these names."""
-    nodes = dict.fromkeys(path[:-1] for path in arrays)
-    return [node for node in nodes if all((*node, name) in arrays for name in names)]
-
-
-def _matched(
-    before: Named, results: Named, whole: Sequence[Path], carried: Sequence[int]
-) -> dict[Path, Path]:
-    """Returns the path of the result that is the next value of each argument's leaf.
-
-    An argument comes back as a part of the results with the same names and shapes: as a
-    whole, or part by part, except for those in `whole`. If several results match, the
-    nearest one is taken. A bare array matches only within a dictionary.
-    """
-    ours, theirs = _subtrees(before), _subtrees(results)
-    found: dict[Path, Path] = {}
-    for position in carried:
-        path = (str(position),)
-        found[path] = path if path in results else ()  # the only result
-        if theirs.get(found[path]) != ours[path]:
-            raise ValueError(
-                "check_step: expected carried= to have positions of arguments that "
-                f"come back at that position of the results, got {position}; result "
-                f"{position} is not an array of that shape"
-            )
-    taken = set(found.values())
-    places: dict[Form, list[Path]] = {}
-    for place, form in theirs.items():
-        places.setdefault(form, []).append(place)
-
-    def is_free(leaves: dict[Path, Path]) -> bool:
-        return found.keys().isdisjoint(leaves) and taken.isdisjoint(leaves.values())
-
-    def gap(leaves: dict[Path, Path]) -> float:
-        return sum(_distance(before[p], results[q]) for p, q in leaves.items())
-
-    def rank(path: Path) -> tuple[int, int]:
-        return -len(ours[path]), len(path)
-
-    inside = {p for p in ours if any(p != w and _is_below(p, w) for w in whole)}
-    paths = [path for path in ours if path and path not in inside]
-    # The largest parts first: parameters have the form of their moments.
-    for _, group in itertools.groupby(sorted(paths, key=rank), rank):
-        free = [path for path in group if (*path, *ours[path][0][0]) not in found]
-        pairs = [
-            {(*path, *end): (*place, *end) for end, _ in ours[path]}
-            for path in free
-            for place in places.get(ours[path], ())
-            if _may_match(path, place, ours[path])
-        ]
-        for leaves in sorted(filter(is_free, pairs), key=gap):
-            if is_free(leaves):
-                found |= leaves
-                taken.update(leaves.values())
-    return found
-
-
-def _may_match(path: Path, place: Path, form: Form) -> bool:
-    """Whether equal names and shapes suffice for a match."""
-    names = [name for suffix, _ in form for name in suffix]
-    if any(not name.isdigit() for name in path):
-        # A part of something that has names.
-        return not path[-1].isdigit() and path[-1:] == place[-1:]
-    # Lists of arrays, such as weights of layers: not a batch, nor a pair of scalars.
-    is_list = len(form) > 2 and any(len(shape) > 1 for _, shape in form)
-    return is_list or any(not name.isdigit() for name in names)
-
-
-def _is_below(path: Path, other: Path) -> bool:
-    return path[: len(other)] == other
-
-
-def _distance(old: Leaf, new: Leaf) -> float:
-    if not (is_float(old) and is_float(new)):
-        return 0.0
-    with np.errstate(all="ignore"):
-        gap = float(np.abs(sampled(host(new)) - sampled(host(old))).sum())
-    return gap if math.isfinite(gap) else 1e30
-
-
-def _subtrees(arrays: Named) -> dict[Path, Form]:
-    """Returns names and shapes of the leaves below each path."""
-    below: dict[Path, set[tuple[Path, tuple[int, ...]]]] = {}
-    for path, leaf in arrays.items():
-        for i in range(len(path) + 1):
-            below.setdefault(path[:i], set()).add((path[i:], np.shape(leaf)))
-    return {path: tuple(sorted(form)) for path, form in below.items()}

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from .step_calls import Change, Check, Path, Run, host, is_float, sampled
+from .step_calls import Change, Check, Run
+from .step_leaves import Path, host, is_float, sampled
 
 # log2 of S. A clip's threshold may lie between, and it may leave only the ends alone.
 _POWERS = (-17, -15, -13, -9, -7, -5, -1, 3, 7, 9, 11)

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from .step_applied import diverging
-from .step_calls import Check, Path, Run, host, is_float
+from .step_calls import Check, Run
+from .step_leaves import Path, host, is_float
 
 _MOST_POISONED = 6  # arguments, and then parameters, to try
 # Statistics of a guard that make every step a spike.

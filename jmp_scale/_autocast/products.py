@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -16,6 +15,7 @@ from .._jaxpr import PRODUCTS, Atom, Jaxpr, JaxprEqn, NameStack, Var, variables
 from .._policy import is_half
 from .dot_general import split_sizes, sum_of_terms, wide_dot_general
 from .marks import CAST
+from .rounding import widened
 
 _DEFAULT = lax.Precision.DEFAULT
 
@@ -74,7 +74,7 @@ class Product:
             dimensions = self.equation.params["dimension_numbers"]
             sharding = self.equation.params.get("out_sharding")
             result = wide_dot_general(*pair, dimensions, dtype, sharding)
-        return result.astype(jnp.float32)
+        return widened(result)
 
     def tangent(self, dtype: DTypeLike) -> Callable[..., jax.Array]:
         """Returns a function from the operands' tangents, by side, to the product's."""

@@ -45,7 +45,7 @@ PRODUCTS = words("conv_general_dilated dot_general ragged_dot_general")
 # Products with scales: `jax.lax.scaled_dot` and `jax.nn.scaled_matmul`.
 SCALED_PRODUCTS = words("scaled_dot scaled_matmul_wrapper")
 # Calls of a function without a custom derivative rule.
-CALLS = words("closed_call jit")
+CALLS = words("closed_call eval_jaxpr jit")
 
 # The result has each element of the only operand once, in another order or shape.
 REARRANGES = words("copy reshape rev sharding_constraint squeeze transpose")
@@ -69,11 +69,17 @@ SCALINGS = LINEAR | words("div mul")
 CHEAP = LINEAR - {"gather"} | words("""
     abs acos acosh and argmax argmin asin asinh atan atan2 atanh bitcast_convert_type
     cbrt ceil clamp cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
-    integer_pow iota is_finite le lgamma log log1p logistic lt max min mul ne nextafter
-    not or population_count pow reduce_and reduce_max reduce_min reduce_or
-    reduce_precision reduce_prod rem round rsqrt shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square tan tanh xor
+    integer_pow iota is_finite le lgamma log log1p log2 logistic lt max min mul ne
+    nextafter not one_minus_square or population_count pow reduce_and reduce_max
+    reduce_min reduce_or reduce_precision reduce_prod rem round rsqrt shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh xor
 """)
+# The result's dtype is that of the operands, whatever that is.
+ANY_DTYPE = (CHEAP | words("dynamic_update_slice gather ppermute split")) - words("""
+    bitcast_convert_type convert_element_type iota nextafter
+""")
+# Of references to arrays.
+REFERENCES = words("addupdate freeze get new_ref swap")
 # Parts of the names of primitives that wait for a condition, or pass their operands to
 # the host: io_callback, pure_callback, debug_callback, pallas_call.
 WAITS_OR_SHOWS = words("while cond check callback ffi_call custom_call pallas")

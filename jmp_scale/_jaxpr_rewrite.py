@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -138,39 +138,30 @@ def _sharding_constraint(x: Var, sharding: Sharding, call: JaxprEqn) -> JaxprEqn
     )
 
 
-def read_apart(jaxpr: Jaxpr, inputs: Collection[Var]) -> tuple[Jaxpr, list[Var]]:
-    """Adds an input for each equation that reads one of these inputs.
+def with_dtype(v: Var, dtype: np.dtype) -> Var:
+    """Returns a new variable for an array or a reference, of another dtype."""
+    aval: Any = v.aval
+    if _jaxpr.is_reference(v):
+        return Var(aval.update(inner_aval=aval.inner_aval.update(dtype=dtype)))
+    return Var(aval.update(dtype=dtype, weak_type=False))
 
-    An equation that only moves their entries is repeated for each that reads its
-    result. Also returns of which inputs the further ones are copies, in their order.
-    """
-    moves: dict[Var, JaxprEqn] = {}
-    copied: list[Var] = []
-    copies: list[Var] = []
-    eqns: list[JaxprEqn] = []
 
-    def own(atom: Atom) -> Atom:
-        if isinstance(atom, Literal) or not (atom in inputs or atom in moves):
-            return atom
-        copy = Var(atom.aval)
-        if atom in moves:
-            move = moves[atom]
-            sources = [*map(own, move.invars)]
-            eqns.append(move.replace(invars=sources, outvars=[copy]))
-        else:
-            copied.append(atom)
-            copies.append(copy)
-        return copy
+def cast(old: Var, new: Var, near: JaxprEqn) -> JaxprEqn:
+    """Returns the equation that casts one variable to another, where `near` is."""
+    params = {"new_dtype": _jaxpr.dtype_of(new), "weak_type": False, "sharding": None}
+    return near.replace(
+        primitive=jax.lax.convert_element_type_p,
+        params=params,
+        invars=[old],
+        outvars=[new],
+        effects=frozenset(),
+    )
 
-    for eqn in jaxpr.eqns:
-        is_move = eqn.primitive.name in _jaxpr.REARRANGES and len(eqn.invars) == 1
-        read = _jaxpr.variables(eqn.invars)
-        if is_move and any(v in inputs or v in moves for v in read):
-            moves[eqn.outvars[0]] = eqn
-        else:
-            eqns.append(eqn.replace(invars=[*map(own, eqn.invars)]))
-    outputs = [*map(own, jaxpr.outvars)]
-    return excerpt(jaxpr, eqns, [*jaxpr.invars, *copies], outputs), copied
+
+def cast_literal(literal: Literal, dtype: np.dtype) -> Literal:
+    """Returns a literal with its value in another dtype."""
+    aval: Any = literal.aval
+    return Literal(np.asarray(literal.val).astype(dtype), aval.update(dtype=dtype))
 
 
 def excerpt(

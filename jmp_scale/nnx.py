@@ -56,9 +56,13 @@ def autocast(fun: F, dtype: DTypeLike | None = None, **options: Any) -> F:
     def on_tree(tree: PyTree) -> tuple[PyTree, PyTree]:
         args, kwargs = nnx.from_tree(tree, ctxtag=_AUTOCAST, is_inner=True)
         nodes = _graph_nodes((args, kwargs))
+        before = [*map(nnx.split, nodes)]
         out = fun(*args, **kwargs)
         _refuse_lost_arrays(nodes)
-        return out, nnx.to_tree(nodes, ctxtag=_AUTOCAST)
+        # Flax refuses to write variables of an outer trace, even unchanged ones.
+        pairs = zip(nodes, before, strict=True)
+        written = [node for node, parts in pairs if _is_changed(node, *parts)]
+        return out, nnx.to_tree(written, ctxtag=_AUTOCAST)
 
     half = _autocast(on_tree, dtype, **options)
 
@@ -70,6 +74,13 @@ def autocast(fun: F, dtype: DTypeLike | None = None, **options: Any) -> F:
         return out
 
     return in_half_precision  # pyright: ignore[reportReturnType]
+
+
+def _is_changed(node: _Node, structure: Any, state: PyTree) -> bool:
+    """Whether a node has another structure, or holds other arrays."""
+    found, new = nnx.split(node)
+    arrays = zip(jax.tree.leaves(state), jax.tree.leaves(new), strict=True)
+    return found != structure or any(x is not y for x, y in arrays)
 
 
 def _refuse_lost_arrays(nodes: list[_Node]) -> None:

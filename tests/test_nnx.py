@@ -344,6 +344,23 @@ def test_in_tree_mode_a_module_that_nothing_writes_to_may_be_of_an_outer_trace()
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
 
 
+def test_autocast_leaves_an_object_that_is_only_read_as_it_is():
+    """Flax writes no variables of an outer trace, not even unchanged ones."""
+    model, x = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), jnp.ones((3, 2))
+    structure, params = nnx.split(model)
+
+    def loss(params, rngs):
+        assert rngs is not None
+        return jnp.mean(nnx.merge(structure, params)(x) ** 2)
+
+    def gradients(fun):
+        return jax.jit(lambda p, r: jax.grad(fun)(p, r))(params, nnx.Rngs(1))
+
+    got = gradients(jmp_scale.nnx.autocast(loss, "bfloat16"))
+    for a, b in zip(*map(jax.tree.leaves, (got, gradients(loss))), strict=True):
+        assert jnp.allclose(a, b, rtol=0.02)
+
+
 def test_autocast_warns_once_of_a_name_that_matches_nothing():
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     fun = jmp_scale.nnx.autocast(nnx.Linear.__call__, "bf16", keep_float32=("typo",))

@@ -12,7 +12,8 @@ Words, here and below:
   whatever is not computed from these alone (`provenance`).
 - residual: a value that is saved by the forward pass for the backward pass.
 - copy: the half-precision cast of an operand, made once.
-- stored: an argument in half precision, whose gradient is summed in float32 (`stored`).
+- stored: an array in half precision that is float32 in the program, so that its
+  gradient is summed in float32 (`stored`).
 - live: inputs with tangents that are not zero.
 """
 
@@ -23,16 +24,17 @@ from typing import Any, TypeVar
 import jax
 from jax.typing import DTypeLike
 
+from .. import _jaxpr
 from .._jaxpr import Program
 from .._policy import checked_half
 from .._tree import FlatCall, is_module
 from .._validation import require_bool, require_function, warn
+from .higher_order import as_dtypes
 from .interpreter import Interpreter, Notes, TraceCache
 from .marks import checked_names, is_unscaled, tracing
 from .products import why_float32
 from .provenance import Origin
 from .recompute.units import RecomputingInterpreter
-from .stored import stored
 
 F = TypeVar("F", bound=Callable[..., Any])
 _CLOSURE = (
@@ -101,8 +103,8 @@ def autocast(
         `keep_float32` matches nothing; once, if float16 gradients have no loss scale:
         in `jmp_scale.value_and_grad` of a `NoOpLossScale`, and where the
         `value_and_grad` of JAX, Equinox or NNX is given the result itself; once for
-        each loop, with its line, that still sums a stored weight's gradient in half
-        precision, as in a `custom_vjp`.
+        each loop that is differentiated, with its line, if it still sums a stored
+        weight's gradient in half precision, as in a `custom_vjp`.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale
@@ -130,7 +132,8 @@ def autocast(
         for module in filter(is_module, leaves):
             raise TypeError(
                 f"autocast: expected no NNX modules, got a {type(module).__name__}, "
-                "whose writes would be lost: use jmp_scale.nnx.autocast"
+                "whose writes would be lost: use jmp_scale.nnx.autocast, or close over "
+                "a module that is only read"
             )
         flat = FlatCall(fun, args, kwargs)
         # The setting is for what stays float32.
@@ -150,11 +153,12 @@ def autocast(
         )
         origins = [Origin.PARAMETER] * len(flat.arrays)
         try:
-            results = cast.evaluate(jaxpr, origins, *map(stored, flat.arrays))
+            results = cast.evaluate(jaxpr, origins, *flat.arrays)
         except jax.errors.UnexpectedTracerError as error:
             raise jax.errors.UnexpectedTracerError(_CLOSURE) from error
         _warn_of_nothing(jaxpr, names, notes)
-        return flat.result(results)
+        dtypes = (_jaxpr.dtype_name(v) for v in _jaxpr.bare(jaxpr).outvars)
+        return flat.result(as_dtypes(dtypes, results))
 
     return in_half_precision  # pyright: ignore[reportReturnType]
 

@@ -148,7 +148,9 @@ def _transposed(cotangent: jax.Array, *operands: Any, **params: Any) -> jax.Arra
     return _by_algorithm(rule, cotangent, operands[1 - side])
 
 
-def _batched(operands: Any, axes: Any, **params: Any) -> tuple[jax.Array, int]:
+def _batched(
+    axis: Any, operands: Any, axes: Any, **params: Any
+) -> tuple[jax.Array, int]:
     product = functools.partial(_JAXS.bind, **params)
     return _by_algorithm(jax.vmap(product, axes), *operands), 0
 
@@ -159,4 +161,4 @@ mlir.register_lowering(_OWN, mlir.lower_fun(_plain, multiple_results=False))
 _ON_GPU = mlir.lower_fun(_on_gpu, multiple_results=False)
 mlir.register_lowering(_OWN, _ON_GPU, platform="cuda")
 ad.defbilinear(_OWN, _transposed, _transposed)
-batching.primitive_batchers[_OWN] = _batched
+batching.fancy_primitive_batchers[_OWN] = _batched

@@ -4,37 +4,37 @@ They are put back through JAX's public functions, because the parameters of its
 higher-order primitives are not an interface.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from .. import _jaxpr
-from .._jaxpr import JaxprEqn
-from .stored import Value, array_of, places_of
+from .._jaxpr import JaxprEqn, Var
+from .._policy import is_half
+from .._types import Arrays
 
 Results = list[jax.Array]
-Values = Sequence[Value]
 # "policy": of a checkpoint that chooses itself what is saved.
 Part = Literal["loop", "rule", "policy", ""]
-# `body(jaxpr, places, part_of, stored=())` returns a function in place of the jaxpr.
-# `places` has, for each input, the position of the equation's operand that it is in
-# every run, or None. `stored` has the positions of further inputs whose cotangents are
-# added up in float32 within the jaxpr.
+# `body(jaxpr, places, part_of)` returns a function in place of the jaxpr. `places` has,
+# for each input, the position of the equation's operand that it is in every run, or
+# None. Results of the equation that are float32 in place of half precision are so here.
 Body = Callable[..., Callable[..., Results]]
 
 
-def _scan(eqn: JaxprEqn, values: Values, body: Body) -> Results | None:
+def _scan(eqn: JaxprEqn, values: Arrays, body: Body) -> Results | None:
     loop = _jaxpr.loop_of(eqn)
     if loop is None:
         return None
     first, last = loop.consts, loop.consts + loop.carry
     places = [None if first <= i < last else i for i in range(len(values))]
-    # A float32 copy of a stack would be made as a whole: a slice is read once a turn.
-    slices = [i for i in places_of(values) if i >= last]
-    function = body(loop.body, places, "loop", slices)
+    function = body(loop.body, places, "loop")
+    dtypes = [*map(_jaxpr.dtype_name, eqn.outvars[: loop.carry])]
 
     def step(carry: Results, xs: Results) -> tuple[Results, Results]:
         results = function(*values[:first], *carry, *xs)
@@ -42,8 +42,8 @@ def _scan(eqn: JaxprEqn, values: Values, body: Body) -> Results | None:
 
     carry, ys = lax.scan(
         step,
-        init=[*map(array_of, values[first:last])],
-        xs=[*map(array_of, values[last:])],
+        init=as_dtypes(dtypes, values[first:last]),
+        xs=[*values[last:]],
         length=loop.trips,
         reverse=eqn.params["reverse"],
         unroll=eqn.params["unroll"],
@@ -51,26 +51,25 @@ def _scan(eqn: JaxprEqn, values: Values, body: Body) -> Results | None:
     return [*carry, *ys]
 
 
-def _scan3(eqn: JaxprEqn, values: Values, body: Body) -> Results:
+def _scan3(eqn: JaxprEqn, values: Arrays, body: Body) -> Results:
     """Runs a scan that passes values on in references, which its iterations write."""
     params = _jaxpr.params_of(eqn)
     are_scanned, atoms = params["extensives"], enumerate(eqn.invars)
     places = [None if _jaxpr.is_reference(v) else i for i, v in atoms]
-    slices = [i for i in places_of(values) if are_scanned[i]]
-    function = body(params["jaxpr"], places, "loop", slices)
+    function = body(params["jaxpr"], places, "loop")
     pairs = [*zip(values, are_scanned, strict=True)]
 
     def step(_: None, xs: Results) -> tuple[None, Results]:
         turn = iter(xs)
         return None, function(*(next(turn) if each else x for x, each in pairs))
 
-    scanned = [array_of(x) for x, each in pairs if each]
+    scanned = [x for x, each in pairs if each]
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
     _, ys = lax.scan(step, None, scanned, **options)
     return ys
 
 
-def _while(eqn: JaxprEqn, values: Values, body: Body) -> Results | None:
+def _while(eqn: JaxprEqn, values: Arrays, body: Body) -> Results | None:
     loop = _jaxpr.loop_of(eqn)
     condition = eqn.params["cond_jaxpr"]
     # Under `vmap` a loop ends for one index after the other.
@@ -83,36 +82,41 @@ def _while(eqn: JaxprEqn, values: Values, body: Body) -> Results | None:
     return lax.while_loop(
         lambda carry: test(*values[:count], *carry)[0],
         lambda carry: function(*values[count:first], *carry),
-        [*map(array_of, values[first:])],
+        [*values[first:]],
     )
 
 
-def _cond(eqn: JaxprEqn, values: Values, body: Body) -> Results | None:
+def _cond(eqn: JaxprEqn, values: Arrays, body: Body) -> Results | None:
     if eqn.params.get("branches_platforms"):
         return None  # public functions cannot put these branches back
     places = range(1, len(values))
     branches = [body(branch, places, "") for branch in eqn.params["branches"]]
-    return lax.switch(array_of(values[0]), branches, *values[1:])
+    return lax.switch(values[0], branches, *values[1:])
 
 
-def _remat(eqn: JaxprEqn, values: Values, body: Body) -> Results:
+def _jit(eqn: JaxprEqn, values: Arrays, body: Body) -> Results:
+    """Runs a call that stays float32; the others are opened before."""
+    return jax.jit(body(_jaxpr.subjaxprs(eqn)[0], range(len(values)), ""))(*values)
+
+
+def _remat(eqn: JaxprEqn, values: Arrays, body: Body) -> Results:
     params = _jaxpr.params_of(eqn)
     policy, jaxpr = params["policy"], _jaxpr.subjaxprs(eqn)[0]
     # With a policy, that alone says what is saved.
     part_of = "policy" if policy else ""
-    # Their sums are within: barriers of the backward pass would make float32 copies.
-    function = body(jaxpr, range(len(values)), part_of, places_of(values))
+    function = body(jaxpr, range(len(values)), part_of)
     fun = jax.checkpoint(function, policy=policy, prevent_cse=params["prevent_cse"])
-    return fun(*map(array_of, values))
+    return fun(*values)
 
 
-def _custom_jvp(eqn: JaxprEqn, values: Values, body: Body) -> Results | None:
+def _custom_jvp(eqn: JaxprEqn, values: Arrays, body: Body) -> Results | None:
     given = _jaxpr.jvp_rule(eqn)
     if given is None:
         return None
     jaxpr = _jaxpr.subjaxprs(eqn)[0]
     fun = jax.custom_jvp(body(jaxpr, range(len(values)), ""))
     first, count = _jaxpr.params_of(eqn).get("num_consts", 0), len(eqn.outvars)
+    moves = [not stays for stays in given.zeros]
 
     def rule(primals: Results, tangents: list[Any]) -> tuple[Results, list[Any]]:
         pairs = zip(primals, tangents, strict=True)
@@ -121,18 +125,20 @@ def _custom_jvp(eqn: JaxprEqn, values: Values, body: Body) -> Results | None:
         ]
         inputs = [*primals[first:], *moving[first:]]
         results = body(given.jaxpr, [None] * len(inputs), "rule")(*inputs)
-        outs, moved = results[:count], iter(results[count:])
+        dtypes = [*map(_jaxpr.dtype_name, eqn.outvars)]
+        outs = as_dtypes(dtypes, results[:count])
+        moved = iter(as_dtypes(itertools.compress(dtypes, moves), results[count:]))
         # JAX takes symbolic zeros of rules that may be given some.
         return outs, [
-            zero_from_primal(x, symbolic_zeros=True) if stays else next(moved)
-            for x, stays in zip(outs, given.zeros, strict=True)
+            next(moved) if is_moving else zero_from_primal(x, symbolic_zeros=True)
+            for x, is_moving in zip(outs, moves, strict=True)
         ]
 
     fun.defjvp(rule, symbolic_zeros=True)
-    return fun(*map(array_of, values))
+    return fun(*values)
 
 
-def _shard_map(eqn: JaxprEqn, values: Values, body: Body) -> Results:
+def _shard_map(eqn: JaxprEqn, values: Arrays, body: Body) -> Results:
     params = eqn.params
     axes = params["manual_axes" if "manual_axes" in params else "newly_manual_axes"]
     function = body(_jaxpr.subjaxprs(eqn)[0], range(len(values)), "")
@@ -149,12 +155,55 @@ def _shard_map(eqn: JaxprEqn, values: Values, body: Body) -> Results:
 
 # The results of an equation whose nested jaxprs are `body`'s functions, by its
 # primitive; None if it cannot be put back.
-CALLS: dict[str, Callable[[JaxprEqn, Values, Body], Results | None]] = {
+CALLS: dict[str, Callable[[JaxprEqn, Arrays, Body], Results | None]] = {
     "scan": _scan,
     "scan3": _scan3,
     "while": _while,
     "cond": _cond,
+    "jit": _jit,
     "remat2": _remat,
     "custom_jvp_call": _custom_jvp,
     "shard_map": _shard_map,
 }
+
+
+def is_entered(eqn: JaxprEqn) -> bool:
+    """Whether a call is put back with float32 arrays in place of half-precision ones.
+
+    A `while` is not: it has no gradient.
+    """
+    match _jaxpr.name_of(eqn):
+        case "scan":
+            return _jaxpr.loop_of(eqn) is not None
+        case "cond":
+            return not eqn.params.get("branches_platforms")
+        case "custom_jvp_call":
+            return _jaxpr.jvp_rule(eqn) is not None
+        case name:
+            return name in CALLS and name != "while"
+
+
+def places_as_stored(eqn: JaxprEqn, stored: Collection[Var]) -> Sequence[int]:
+    """Returns the positions of operands that a call gets in half precision.
+
+    Each turn of a scan reads one slice of a stack, of which a float32 copy would be
+    made as a whole. Behind the barriers of a checkpoint float32 copies of weights would
+    be made for the backward pass, but what it returns may need the float32 ones.
+    """
+    loop = _jaxpr.loop_of(eqn) if eqn.primitive.name == "scan" else None
+    if loop is not None:
+        return range(loop.consts + loop.carry, len(eqn.invars))
+    is_checkpoint = _jaxpr.name_of(eqn) == "remat2"
+    returns_stored = any(v in stored for v in eqn.outvars)
+    return range(len(eqn.invars)) if is_checkpoint and not returns_stored else ()
+
+
+def as_dtypes(dtypes: Iterable[str], values: Sequence[jax.Array]) -> Results:
+    """Casts arrays to dtypes of these names, from float32 to half precision or back."""
+
+    def cast(dtype: str, x: jax.Array) -> jax.Array:
+        is_wide, is_narrow = x.dtype == jnp.float32, is_half(x.dtype)
+        differs = is_half(dtype) if is_wide else is_narrow and dtype == "float32"
+        return x.astype(dtype) if differs else x
+
+    return [*map(cast, dtypes, values)]

@@ -19,50 +19,51 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from .. import _jaxpr
-from .._jaxpr import Atom, JaxprEqn, NameStack, Program, Var
+from .._jaxpr import JaxprEqn, NameStack, Program, Var
 from .._jaxpr_rewrite import with_precision
 from .._policy import is_half
 from .._types import Arrays
 from .._validation import warn
-from .higher_order import CALLS, Part
-from .linear import ByPosition, Traces, linear, live_of, no_tangent, with_value
+from .higher_order import CALLS, Part, as_dtypes, places_as_stored
+from .linear import (
+    ByPosition,
+    Traces,
+    linear,
+    live_of,
+    no_tangent,
+    noting,
+    with_value,
+)
 from .marks import meet
 from .policies import in_sight
 from .products import Product, becomes_half, has_products
 from .provenance import Origin, Reading, Step, read
-from .stored import (
-    Stored,
-    Value,
-    array_of,
-    looked_up,
-    loops_that_add_up,
-    places_of,
-    stored,
-)
+from .stored import is_in_half, loops_that_add_up
 
 T = TypeVar("T")
 
 
 class Values(dict[Var, Any]):
-    """The values so far. Each reading of a stored one has a cotangent of its own."""
+    """The values so far."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self) -> None:
+        super().__init__()
         self.casts: dict[tuple[Var, np.dtype], jax.Array] = {}
-
-    def __getitem__(self, v: Var) -> jax.Array:
-        return array_of(super().__getitem__(v))
-
-    def as_stored(self, atoms: Sequence[Atom]) -> list[Value]:
-        """Returns the values without taking the array of one reader."""
-        stored = super().__getitem__
-        return [stored(v) if isinstance(v, Var) else v.val for v in atoms]
+        # Half-precision arrays with the values of float32 ones, which get no gradient.
+        self.stored: dict[Var, jax.Array] = {}
 
     def cast(self, v: Var, dtype: np.dtype) -> jax.Array:
         """Returns the cast of a value to a dtype, which all readers share."""
         if (v, dtype) not in self.casts:
             self.casts[v, dtype] = self[v].astype(dtype)
         return self.casts[v, dtype]
+
+    def add_input(self, v: Var, x: jax.Array) -> None:
+        """Adds an input; a half-precision array may be that of a float32 variable."""
+        if _jaxpr.is_float32(v) and is_half(x.dtype):
+            self.stored[v] = x
+            x = x.astype(jnp.float32)
+        self[v] = x
 
 
 class TraceCache(dict[Hashable, Any]):
@@ -104,6 +105,7 @@ class Interpreter:
     setting: str | None = None
     in_loop: bool = False
     in_rule: bool = False  # of a `custom_jvp`
+    in_exempt: bool = False  # in a call that stays float32
 
     @property
     def is_mixed(self) -> bool:
@@ -114,23 +116,37 @@ class Interpreter:
         """Returns the interpreter of the jaxprs nested in an equation."""
         in_loop = self.in_loop or part_of == "loop"
         in_rule = self.in_rule or part_of == "rule"
-        return dataclasses.replace(self, in_loop=in_loop, in_rule=in_rule)
+        in_exempt = self.in_exempt or (has_products(eqn) and self._is_exempt(eqn))
+        return dataclasses.replace(
+            self, in_loop=in_loop, in_rule=in_rule, in_exempt=in_exempt
+        )
 
     def evaluate(
-        self, jaxpr: Program, origins: Sequence[Origin], *values: Value
+        self, jaxpr: Program, origins: Sequence[Origin], *values: jax.Array
     ) -> list[jax.Array]:
-        """Evaluates a program whose inputs have these origins."""
+        """Evaluates a program whose inputs have these origins.
+
+        Half-precision inputs that are no data are float32 in it, and so may be results.
+        """
+        facts = zip(_jaxpr.bare(jaxpr).invars, origins, values, strict=True)
+        stored = [
+            i
+            for i, (v, origin, x) in enumerate(facts)
+            if is_in_half(v) and (origin or not is_half(x.dtype))
+        ]
         reading = read(
             jaxpr,
             origins,
             self.forward,
             is_exempt=self._is_exempt,
             share_casts=self.share_casts,
-            stored=places_of(values),
+            stored=stored,
         )
-        inputs = [*values, *(values[i] for i in reading.copied)]
-        found = Values(zip(reading.jaxpr.invars, inputs, strict=True))
-        found.update(reading.constants)
+        found = Values()
+        for v, x in zip(reading.jaxpr.invars, values, strict=True):
+            found.add_input(v, x)
+        for v, x in reading.constants.items():
+            found.add_input(v, x)
         for v in reading.jaxpr.invars:
             if v in reading.shared:
                 found[v] = self.rounded(found[v])
@@ -155,15 +171,12 @@ class Interpreter:
             self.add(dict(zip(eqn.outvars, results, strict=True)), reading, values)
 
     def add(
-        self, results: Mapping[Var, Value], reading: Reading, values: Values
+        self, results: Mapping[Var, jax.Array], reading: Reading, values: Values
     ) -> None:
-        """Adds values: those of weights as stored ones, those that have names named."""
+        """Adds values; those that have names are named."""
         for v, x in results.items():
-            if reading.copied and not reading.is_data(v):  # such as `w.T`
-                x = stored(array_of(x))
-            if v in reading.names:
-                x = self.named(v, array_of(x), reading.names[v], values)
-            values[v] = x
+            is_named = v in reading.names
+            values[v] = self.named(v, x, reading.names[v], values) if is_named else x
 
     def named(self, v: Var, x: jax.Array, name: str, values: Values) -> jax.Array:
         """Names the result of a product; a policy saves results by their names."""
@@ -209,11 +222,11 @@ class Interpreter:
 
         Weights are cast once for both passes: where they are split over devices, the
         compiler then gathers them as in a cast by hand. But in a loop their copies
-        would be saved in each iteration. `as_is`: float32 is needed.
+        would be saved in each iteration. `as_is`: float32 is needed, if the value is
+        not stored in half precision.
         """
-        (value,) = values.as_stored([v])
-        if isinstance(value, Stored):
-            return value.half
+        if v in values.stored:
+            return values.stored[v]
         as_is = as_is or (self.in_loop and v in reading.given)
         if v not in reading.halves and (as_is or not _jaxpr.is_float32(v)):
             return values[v]
@@ -285,33 +298,50 @@ class Interpreter:
         met = meet(self.names, eqn)
         self.notes.found.update(met.found)
         self.notes.there.update(met.there)
-        return met.is_exempt
+        return met.is_exempt or self.in_exempt
 
     def _as_traced(
         self, step: Step, reading: Reading, values: Values
-    ) -> Sequence[Value]:
+    ) -> Sequence[jax.Array]:
         """Evaluates an equation as it is, or one whose nested jaxprs hold products."""
         eqn, results = step.eqn, None
-        operands = values.as_stored(eqn.invars)
-        if eqn.primitive.name == "gather" and isinstance(operands[0], Stored):
-            return [looked_up(eqn, operands)]
+        if _moves_from_afar(eqn, reading):
+            return [self._moved(eqn, reading, values)]
         if step.kind == "call":
-            results = self._call(eqn, operands, reading)
-        if results is None or _jaxpr.name_of(eqn) == "custom_jvp_call":
-            self._warn_of_half_sums(eqn, operands)
+            results = self._call(eqn, reading, values)
         if results is None:
-            inputs = [*map(array_of, operands)]
+            inputs = [_jaxpr.value_of(v, values) for v in eqn.invars]
+            if reading.halves_of_stored.intersection(_jaxpr.variables(eqn.invars)):
+                inputs = self._with_warning(eqn, reading, inputs)
             if _jaxpr.subjaxprs(eqn):
                 inputs = [*map(_with_cotangent_of_its_dtype, inputs)]
             results = _jaxpr.evaluate(with_precision(eqn, self.setting), inputs)
         pairs = zip(eqn.outvars, results, strict=True)
         return [self.rounded(x) if v in reading.shared else x for v, x in pairs]
 
-    def _warn_of_half_sums(self, eqn: JaxprEqn, operands: Sequence[Value]) -> None:
-        for loop in loops_that_add_up(eqn) if places_of(operands) else ():
-            place = _jaxpr.place_of([loop, eqn])
-            if place not in self.notes.warned:
-                self.notes.warned.add(place)
+    def _moved(self, eqn: JaxprEqn, reading: Reading, values: Values) -> jax.Array:
+        """Moves a stored array, whose cotangents are float32, in half precision."""
+        (source, *_), (result,) = _jaxpr.variables(eqn.invars), eqn.outvars
+        dtype = reading.stored[source]
+        wide, stored = values[source], values.stored.get(source)
+        pair = wide, wide.astype(dtype) if stored is None else stored
+        rest = [_jaxpr.value_of(v, values) for v in eqn.invars[1:]]
+        wide, half = (_jaxpr.evaluate(eqn, [x, *rest])[0] for x in pair)
+        values.stored[result] = half
+        return with_value(wide, half.astype(jnp.float32))
+
+    def _with_warning(
+        self, eqn: JaxprEqn, reading: Reading, inputs: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """Returns arrays whose derivatives warn of sums in half precision."""
+        loops = loops_that_add_up(eqn)
+        if not loops:
+            return [*inputs]
+        warned, place = self.notes.warned, _jaxpr.place_of([*loops, eqn])
+
+        def note() -> None:
+            if place not in warned:
+                warned.add(place)
                 warn(
                     f"autocast: a loop{place} adds up the gradient of a weight in half "
                     "precision, as the weight is stored, because autocast does not "
@@ -319,10 +349,20 @@ class Interpreter:
                     "the loop: w.astype(jnp.float32)"
                 )
 
+        pairs = zip(eqn.invars, inputs, strict=True)
+        return [
+            noting(note, x) if v in reading.halves_of_stored else x for v, x in pairs
+        ]
+
     def _call(
-        self, eqn: JaxprEqn, operands: Sequence[Value], reading: Reading
+        self, eqn: JaxprEqn, reading: Reading, values: Values
     ) -> list[jax.Array] | None:
         """Evaluates an equation with products in nested jaxprs, if it can be read."""
+        operands = [_jaxpr.value_of(v, values) for v in eqn.invars]
+        for i in places_as_stored(eqn, reading.stored):
+            v = eqn.invars[i]
+            if isinstance(v, Var) and v in reading.stored and not reading.is_data(v):
+                operands[i] = values[v].astype(reading.stored[v])
 
         def origin_of(place: int | None) -> Origin:
             if place is None:
@@ -331,14 +371,13 @@ class Interpreter:
             return reading.origin(atom) if isinstance(atom, Var) else Origin.ARGUMENTS
 
         def body(
-            jaxpr: Program,
-            places: Sequence[int | None],
-            part_of: Part,
-            stored: Sequence[int] = (),
+            jaxpr: Program, places: Sequence[int | None], part_of: Part
         ) -> Callable[..., list[jax.Array]]:
-            facts = jaxpr, tuple(map(origin_of, places)), tuple(stored)
+            facts = jaxpr, tuple(map(origin_of, places)), dtypes
             nested = self.within(eqn, part_of)
             return self.traces.made(_nested_function, nested, *facts)
+
+        dtypes = tuple(map(_jaxpr.dtype_name, eqn.outvars))
 
         call, name = CALLS.get(_jaxpr.name_of(eqn)), _jaxpr.name_of_call(eqn)
         with _jaxpr.scope(eqn.source_info.name_stack):
@@ -370,14 +409,22 @@ def _nested_function(
     interpreter: Interpreter,
     jaxpr: Program,
     origins: tuple[Origin, ...],
-    places: tuple[int, ...],
+    dtypes: tuple[str, ...],
 ) -> Callable[..., list[jax.Array]]:
-    """Returns a function of a jaxpr's inputs; those at `places` are stored arrays."""
+    """Returns a function of a jaxpr's inputs.
 
-    def function(*values: Value) -> list[jax.Array]:
-        arrays = [*values]
-        for i in places:
-            arrays[i] = stored(array_of(arrays[i]))
-        return interpreter.evaluate(jaxpr, origins, *arrays)
+    `dtypes` are those of the equation's results, which a rule or a condition lacks.
+    """
+    are_results = len(dtypes) == len(_jaxpr.bare(jaxpr).outvars)
+
+    def function(*values: jax.Array) -> list[jax.Array]:
+        results = interpreter.evaluate(jaxpr, origins, *values)
+        return as_dtypes(dtypes, results) if are_results else results
 
     return function
+
+
+def _moves_from_afar(eqn: JaxprEqn, reading: Reading) -> bool:
+    """Whether an equation looks up rows of a stored array, or sends it to a device."""
+    is_move = eqn.primitive.name in ("gather", "ppermute")
+    return is_move and eqn.outvars[0] in reading.stored

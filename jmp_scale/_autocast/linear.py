@@ -6,6 +6,7 @@ that, but JAX does not transpose it under `JAX_REMAT3`, and
 `jax.custom_derivatives.linear_call` has no rule for `vmap`. So this is a primitive.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
@@ -30,6 +31,19 @@ linear_p.multiple_results = True
 # Returns `value`, differentiates as its first argument.
 with_value = jax.custom_jvp(lambda _, value: value)
 with_value.defjvp(lambda both, t: (with_value(*both), t[0]), symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def noting(note: Callable[[], None], x: jax.Array) -> jax.Array:
+    """Returns `x`, and calls `note` when it is differentiated."""
+    return x
+
+
+@noting.defjvp
+def _noted(note: Callable[[], None], primals: Any, tangents: Any) -> Any:
+    note()
+    return noting(note, *primals), *tangents
+
 
 no_tangent = SymbolicZero.from_primal_value
 

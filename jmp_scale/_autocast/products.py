@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -16,6 +15,7 @@ from .._jaxpr import PRODUCTS, Atom, Jaxpr, JaxprEqn, NameStack, Var, variables
 from .._policy import is_half
 from .dot_general import split_sizes, sum_of_terms, wide_dot_general
 from .marks import CAST
+from .rounding import widened
 
 _DEFAULT = lax.Precision.DEFAULT
 
@@ -74,7 +74,7 @@ class Product:
             dimensions = self.equation.params["dimension_numbers"]
             sharding = self.equation.params.get("out_sharding")
             result = wide_dot_general(*pair, dimensions, dtype, sharding)
-        return result.astype(jnp.float32)
+        return widened(result)
 
     def tangent(self, dtype: DTypeLike) -> Callable[..., jax.Array]:
         """Returns a function from the operands' tangents, by side, to the product's."""
@@ -188,9 +188,10 @@ def has_products(eqn: JaxprEqn) -> bool:
     return any(map(becomes_half, _jaxpr.equations_within(eqn)))
 
 
-def reads_half(eqn: JaxprEqn) -> bool:
-    """Whether an equation reads arrays in half precision."""
-    return any(is_half(_jaxpr.dtype_name(v)) for v in eqn.invars)
+def is_partly_float32(eqn: JaxprEqn) -> bool:
+    """Whether a product has a float32 operand and a float32 result."""
+    operands = {*map(_jaxpr.dtype_name, eqn.invars[:2])}
+    return "float32" in operands and _jaxpr.is_float32(eqn.outvars[0])
 
 
 def is_partly_half(eqn: JaxprEqn) -> bool:
@@ -229,6 +230,18 @@ def is_cheap(eqn: JaxprEqn) -> bool:
     inner = (each for body in bodies for each in _jaxpr.bare(body).eqns)
     is_call = name in _jaxpr.CALLS or name == "custom_jvp_call"
     return is_call and all(map(is_cheap, inner))
+
+
+def looks_up_rows(eqn: JaxprEqn) -> bool:
+    """Whether an equation takes several vectors of a table, as an embedding does.
+
+    Rows that an argument chooses, such as tokens, are data, because many positions
+    share them. Matrices that are looked up, such as those of experts, are weights.
+    """
+    if eqn.primitive.name != "gather":
+        return False
+    is_several = math.prod(_jaxpr.shape(eqn.invars[1])[:-1]) > 1
+    return is_several and len(eqn.params["dimension_numbers"].offset_dims) == 1
 
 
 def mesh_of(atom: Atom) -> Any:

@@ -1,8 +1,7 @@
 """Reads a float32 program: what each equation is, and where each value comes from."""
 
 import enum
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -13,12 +12,13 @@ from .. import _jaxpr, _jaxpr_rewrite
 from .._jaxpr import Jaxpr, JaxprEqn, Var, dtype_name, is_float32, variables
 from .._policy import is_half
 from .._types import Leaf
+from .higher_order import is_entered
 from .picks import as_pick, has_picks, may_pick
-from .products import Fate, Product, fate, has_products, is_cheap, never, reads_half
+from .products import Fate, Product, fate, has_products, is_cheap, looks_up_rows, never
+from .stored import is_in_half, widened
 
 _INTEGERS = "bool", "int", "uint"
-# They run as calls if they read weights in half precision, whose gradients are sums, or
-# pick entries.
+# They run as calls if they pick entries.
 _CALLS = "scan", "scan3", "while", "cond", "remat2", "shard_map"
 
 # "product": it becomes half precision. "own": a product in the dtype of an operand,
@@ -77,12 +77,15 @@ class Reading(NamedTuple):
 
     jaxpr: Jaxpr
     constants: dict[Var, Leaf]  # values, by variable
-    copied: list[int]  # inputs of which the last ones are copies, one for each reader
     steps: list[Step]  # the equations of `jaxpr` whose results or effects are wanted
     provenance: dict[Var, Provenance]
     given: set[Var]  # inputs and constants that are not data
     halves: set[Var]  # float32 variables whose half-precision copies are exact
     shared: set[Var]  # variables of which all operations read one cast
+    # The dtypes of half-precision arrays that are float32 here, and what is read of
+    # these in half precision.
+    stored: dict[Var, np.dtype]
+    halves_of_stored: set[Var]
     # Names that the program gives to results of products, which have them in half
     # precision: policies of `jax.checkpoint` save what has a name.
     names: dict[Var, str]
@@ -102,14 +105,14 @@ def read(
     dtype: np.dtype,
     is_exempt: Callable[[JaxprEqn], bool] = never,
     share_casts: bool = False,
-    stored: Collection[int] = (),
+    stored: Sequence[int] = (),
 ) -> Reading:
     """Reads a program whose inputs have these origins.
 
     `dtype` is that of products of the forward pass. `is_exempt` says whether a name
     keeps a product float32, or a call with products. `share_casts`: all operations read
-    the cast of what a product reads. `stored` are the positions of inputs whose
-    cotangents are added up in float32.
+    the cast of what a product reads. `stored` are the positions of half-precision
+    inputs that are float32 in the program that is read.
     """
 
     def is_open(eqn: JaxprEqn) -> bool:
@@ -122,22 +125,31 @@ def read(
         # A call such as `jnp.take` only moves entries or looks up rows.
         (body,) = map(_jaxpr.bare, _jaxpr.subjaxprs(eqn))
         lookups = (e.primitive.name in _jaxpr.LOOKUPS or is_cheap(e) for e in body.eqns)
-        return all(lookups) or reads_half(eqn)
+        return all(lookups) or any(map(is_in_half, eqn.invars))
 
     flat, constants = _jaxpr_rewrite.inlined(jaxpr, is_open)
-    flat, copies = _jaxpr_rewrite.read_apart(flat, {flat.invars[i] for i in stored})
-    copied = [*map(flat.invars.index, copies)]
-    origins = [*origins, *(origins[i] for i in copied)]
+    traced = [v for v, x in constants.items() if isinstance(x, Tracer)]
+    halves = [flat.invars[i] for i in stored] + [v for v in traced if is_in_half(v)]
+    program = widened(flat, halves)
+    flat = program.jaxpr
+    renamed = {v: program.renamed[v] for v in halves}
+    constants = {renamed.get(v, v): x for v, x in constants.items()}
+
+    def has_float32_grad(v: Var) -> bool:
+        return is_float32(v) and v not in program.dtypes
+
     given = {
-        v: Provenance(origin, has_float32_grad=is_float32(v))
+        v: Provenance(origin, has_float32_grad=has_float32_grad(v))
         for v, origin in zip(flat.invars, origins, strict=True)
         if origin
     }
     for v, x in constants.items():
         is_known = not isinstance(x, Tracer)
-        wide = is_float32(v) and not is_known
+        wide = has_float32_grad(v) and not is_known
         given[v] = Provenance(Origin.PARAMETER, is_known, is_known, wide)
-    reader = _Reader(flat, given, dtype.name, is_exempt, constants)
+    reader = _Reader(
+        flat, given, dtype.name, is_exempt, constants=constants, stored=program.dtypes
+    )
     wanted, steps = {*variables(flat.outvars)}, list[Step]()
     for step in reversed(reader.steps):
         if _jaxpr.has_effects(step.eqn) or not wanted.isdisjoint(step.outputs):
@@ -152,12 +164,13 @@ def read(
     return Reading(
         jaxpr=flat,
         constants=constants,
-        copied=copied,
         steps=steps,
         provenance=reader.provenance,
         given={*given},
         halves=halves | shared,
         shared=shared,
+        stored=program.dtypes,
+        halves_of_stored=program.halves,
         names=reader.names,
     )
 
@@ -175,9 +188,10 @@ class _Reader:
         dtype: str,
         is_exempt: Callable[[JaxprEqn], bool],
         constants: Mapping[Var, Leaf],
+        stored: Mapping[Var, np.dtype],
     ) -> None:
         self._jaxpr, self._dtype, self._is_exempt = jaxpr, dtype, is_exempt
-        self._constants = constants
+        self._constants, self._stored = constants, stored
         self._maker: dict[Var, Step] = {}
         self.steps: list[Step] = []
         self.provenance = {**given}
@@ -218,9 +232,12 @@ class _Reader:
         if may_pick(eqn) and not self._all(variables(eqn.invars[:1]), "origin"):
             makers = {v: step.eqn for v, step in self._maker.items()}
             return Step("other", as_pick(eqn, makers, self._constants))
+        reads_stored = any(v in self._stored for v in variables(eqn.invars))
+        if reads_stored and is_entered(eqn):
+            return Step("call", eqn)
         if has_products(eqn):
             return Step("other" if self._is_exempt(eqn) else "call", eqn)
-        is_call = _jaxpr.name_of(eqn) in _CALLS and (reads_half(eqn) or has_picks(eqn))
+        is_call = _jaxpr.name_of(eqn) in _CALLS and has_picks(eqn)
         return Step("call" if is_call else "other", eqn)
 
     def _product(self, eqn: JaxprEqn) -> Product:
@@ -230,7 +247,11 @@ class _Reader:
         whole = _jaxpr_rewrite.excerpt(self._jaxpr, eqns, inputs, eqn.outvars)
         scope, jaxpr = _jaxpr_rewrite.without_common_scope(whole)
         is_dot = eqn.primitive.name == "dot_general"
-        half = {*filter(is_half, map(dtype_name, (lhs, rhs)))}
+        dtypes = [
+            self._stored[v].name if v in self._stored else dtype_name(v)
+            for v in (lhs, rhs)
+        ]
+        half = {*filter(is_half, dtypes)}
         is_own = len(half) == 1 and self._dtype not in half
         return Product(
             key=_jaxpr_rewrite.structural_key(jaxpr),
@@ -245,26 +266,17 @@ class _Reader:
         )
 
     def _operand(self, v: Var) -> tuple[Var, list[JaxprEqn]]:
-        """Returns an operand before its entries are moved, and the moving equations.
-
-        A parameter that is stored in half precision is read as it is stored, so its
-        gradient is of its dtype from the product on.
-        """
+        """Returns an operand before its entries are moved, and the moving equations."""
         moves: list[JaxprEqn] = []
         while maker := self._maker.get(v):
             eqn, sources = maker.eqn, variables(maker.eqn.invars)
             if len(sources) != 1:
                 break
-            is_cast = eqn.primitive.name == "convert_element_type"
-            if eqn.primitive.name in _jaxpr.REARRANGES:
-                moves.insert(0, eqn)
-            elif not (is_cast and is_float32(v) and self._is_stored(sources[0])):
+            if eqn.primitive.name not in _jaxpr.REARRANGES:
                 break
+            moves.insert(0, eqn)
             (v,) = sources
         return v, moves
-
-    def _is_stored(self, v: Var) -> bool:
-        return is_half(dtype_name(v)) and self._of(v).origin > Origin.DATA
 
     def _provenance(self, step: Step) -> Provenance | None:
         """Returns the provenance of an equation's results; None if nothing is known."""
@@ -280,7 +292,7 @@ class _Reader:
         if step.kind != "other" or any(fate(e) is Fate.IS_HALF for e in products):
             return data
         indices = variables(eqn.invars[1:2])
-        if _looks_up_rows(eqn) and not self._all(indices, "is_fixed"):
+        if looks_up_rows(eqn) and not self._all(indices, "is_fixed"):
             return data
         # A layer of a stack of weights is one at any index, as of a loop's counter.
         is_lookup = eqn.primitive.name in _jaxpr.LOOKUPS
@@ -298,15 +310,3 @@ class _Reader:
 
     def _all(self, inputs: Iterable[Var], field: str) -> bool:
         return all(getattr(self._of(v), field) for v in inputs)
-
-
-def _looks_up_rows(eqn: JaxprEqn) -> bool:
-    """Whether an equation takes several vectors of a table, as an embedding does.
-
-    Rows that an argument chooses, such as tokens, are data, because many positions
-    share them. Matrices that are looked up, such as those of experts, are weights.
-    """
-    if eqn.primitive.name != "gather":
-        return False
-    is_several = math.prod(_jaxpr.shape(eqn.invars[1])[:-1]) > 1
-    return is_several and len(eqn.params["dimension_numbers"].offset_dims) == 1

@@ -1,69 +1,213 @@
-"""Arrays that are stored in half precision, and float32 sums of their cotangents.
+"""Half-precision arrays of a program as float32 ones.
 
 JAX adds up the cotangents of an array in its own dtype: in half precision the gradient
 of a weight that is read many times, as in a loop, loses most of what it is made of. So
-such an array becomes two, of which a reader takes the value of one and gives its
-cotangent to the other one.
+an array that is stored in half precision becomes a float32 one, of which a
+half-precision copy is known. What is computed from such arrays alone is float32 too. An
+operation that also reads other half-precision arrays runs as traced.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
+import numpy as np
 
-from .. import _jaxpr
-from .._jaxpr import JaxprEqn
+from .. import _jaxpr, _jaxpr_rewrite
+from .._jaxpr import Atom, Jaxpr, JaxprEqn, Literal, Program, Var, variables
 from .._policy import is_half
-from .linear import with_value
+from .higher_order import is_entered
+from .products import is_partly_float32, looks_up_rows
+
+_FLOAT32 = np.dtype("float32")
 
 
-class Stored(NamedTuple):
-    """An array in half precision, whose cotangents are added up in float32."""
+class Widened(NamedTuple):
+    """A program in which half-precision variables are float32 ones."""
 
-    sums: jax.Array  # float32: its cotangent is the sum, its value is never read
-    half: jax.Array
-
-
-Value = jax.Array | Stored
-
-
-def stored(x: jax.Array) -> Value:
-    """Wraps a half-precision array, whose cotangents are then added up in float32."""
-    # It is not that of a stopped `x`, because an argument would be saved twice.
-    return Stored(x.astype(jnp.float32), x) if is_half(x.dtype) else x
+    jaxpr: Jaxpr
+    renamed: dict[Var, Var]  # the float32 variables, by the half-precision ones
+    dtypes: dict[Var, np.dtype]  # of the latter, by the former
+    halves: set[Var]  # half-precision variables that are casts of the former
 
 
-def array_of(value: Value) -> jax.Array:
-    """Returns the array that one reader reads."""
-    if isinstance(value, Stored):
-        return with_value(value.sums.astype(value.half.dtype), value.half)
-    return value
+def is_in_half(atom: Atom) -> bool:
+    """Whether an array, or what a reference holds, is half precision."""
+    return is_half(_jaxpr.dtype_name(atom))
 
 
-def places_of(values: Sequence[Value]) -> tuple[int, ...]:
-    """Returns the positions of arrays that are stored in half precision."""
-    return tuple(i for i, x in enumerate(values) if isinstance(x, Stored))
+def widened(jaxpr: Jaxpr, stored: Iterable[Var]) -> Widened:
+    """Makes float32 variables of `stored`, and of what is computed from them alone."""
+    program = _Program(stored)
+    inputs = [program.renamed.get(v, v) for v in jaxpr.invars]
+    for eqn in jaxpr.eqns:
+        program.add(eqn)
+    outputs = [program.float32_of(v) for v in jaxpr.outvars]
+    changed = _jaxpr_rewrite.excerpt(jaxpr, program.eqns, inputs, outputs)
+    return Widened(changed, program.renamed, program.dtypes, program.halves)
 
 
-def looked_up(eqn: JaxprEqn, values: Sequence[Any]) -> Stored:
-    """Gathers from a stored array; the rows are stored in half precision too."""
-    source, *indices = values
-    indices = [*map(array_of, indices)]
-    sums, half = (_jaxpr.evaluate(eqn, [x, *indices])[0] for x in source)
-    return Stored(sums, half)
+class _Program:
+    """The equations of a program, which are added one by one."""
+
+    def __init__(self, stored: Iterable[Var]) -> None:
+        self.eqns: list[JaxprEqn] = []
+        self.renamed: dict[Var, Var] = {}
+        self.dtypes: dict[Var, np.dtype] = {}
+        self.halves: set[Var] = set()
+        self._casts: dict[Var, Atom] = {}  # casts to float32: the result, the operand
+        self._plain: set[Var] = set()  # computed from integers and literals alone
+        self._rows: set[Var] = set()  # of tables, that data chooses
+        for v in stored:
+            self._rename(v)
+
+    def float32_of(self, atom: Atom) -> Atom:
+        """Returns the float32 variable of a half-precision one; others as they are."""
+        if isinstance(atom, Literal):
+            return atom
+        return self._casts.get(atom) or self.renamed.get(atom, atom)
+
+    def add(self, eqn: JaxprEqn) -> None:
+        """Adds an equation, in float32 if it reads float32 variables of half ones."""
+        inputs = [
+            v if isinstance(v, Literal) else self._casts.get(v, v) for v in eqn.invars
+        ]
+        eqn = eqn.replace(invars=inputs)
+        floating = [v for v in variables(inputs) if _jaxpr.is_floating(v)]
+        if self._plain.issuperset(floating) and not eqn.effects:
+            self._plain.update(eqn.outvars)
+        for v in _read_in_each_turn(eqn):
+            # JAX adds up its cotangents, whatever it is computed from.
+            if is_in_half(v) and v not in self.renamed:
+                self._cast(v, self._rename(v), eqn)
+        others = [v for v in floating if is_in_half(v) and v not in self.renamed]
+        is_alone = self._plain.issuperset(others)
+        reads_rows = not self._rows.isdisjoint(floating)
+        name = eqn.primitive.name
+        if self.renamed.keys().isdisjoint(floating):
+            self.eqns.append(eqn)
+        elif name == "convert_element_type" and _jaxpr.is_float32(eqn.outvars[0]):
+            self._casts[eqn.outvars[0]] = self.renamed[floating[0]]
+        elif is_entered(eqn):
+            self._add_call(eqn)
+        elif self._can_be_float32(eqn, is_alone and not reads_rows):
+            self._add_in_float32(eqn)
+            if looks_up_rows(eqn):
+                self._rows.update(eqn.outvars)
+        else:
+            self._add_in_half(eqn)
+            # What a product returns is data, and so is what is computed from rows.
+            if is_alone and not reads_rows and name not in _jaxpr.PRODUCTS:
+                for v in filter(is_in_half, eqn.outvars):
+                    self._cast(v, self._rename(v), eqn)
+
+    def _can_be_float32(self, eqn: JaxprEqn, is_alone: bool) -> bool:
+        """Whether it can run in float32, as traced if it reads no other half ones."""
+        name = eqn.primitive.name
+        if name in _jaxpr.REFERENCES:
+            return self._is_renamed(eqn.invars[0])
+        if name in _jaxpr.PRODUCTS:
+            return is_partly_float32(eqn)
+        return is_alone and name in _jaxpr.ANY_DTYPE
+
+    def _is_renamed(self, atom: Atom) -> bool:
+        return isinstance(atom, Var) and atom in self.renamed
+
+    def _rename(self, v: Var) -> Var:
+        new = self.renamed[v] = _jaxpr_rewrite.with_dtype(v, _FLOAT32)
+        self.dtypes[new] = _jaxpr.dtype_of(v)
+        return new
+
+    def _cast(self, old: Var, new: Var, near: JaxprEqn) -> None:
+        self.eqns.append(_jaxpr_rewrite.cast(old, new, near))
+
+    def _add_in_half(self, eqn: JaxprEqn) -> None:
+        """Adds an equation as traced, with casts in front of it."""
+        inputs = [*eqn.invars]
+        for i, v in enumerate(inputs):
+            if isinstance(v, Var) and v in self.renamed:
+                inputs[i] = half = Var(v.aval)
+                self._cast(self.renamed[v], half, eqn)
+                self.halves.add(half)
+        self.eqns.append(eqn.replace(invars=inputs))
+
+    def _add_in_float32(self, eqn: JaxprEqn) -> None:
+        inputs = [self._widened(v, eqn) for v in eqn.invars]
+        results = [self._rename(v) if is_in_half(v) else v for v in eqn.outvars]
+        # jax 0.10 on: of products and sums.
+        params = {k: None if k == "out_dtype" else x for k, x in eqn.params.items()}
+        self.eqns.append(eqn.replace(invars=inputs, outvars=results, params=params))
+
+    def _add_call(self, eqn: JaxprEqn) -> None:
+        """Adds a call, of which `higher_order` makes one of float32 arrays."""
+        known = self._plain.union(self.renamed)
+        flags = [
+            is_in_half(v) and (isinstance(v, Literal) or v in known) for v in eqn.invars
+        ]
+        results = _results_in_float32(eqn, flags)
+        pairs = zip(eqn.outvars, results, strict=True)
+        outputs = [self._rename(v) if is_wide else v for v, is_wide in pairs]
+        pairs = zip(eqn.invars, flags, strict=True)
+        inputs = [self._widened(v, eqn) if is_wide else v for v, is_wide in pairs]
+        self.eqns.append(eqn.replace(invars=inputs, outvars=outputs))
+
+    def _widened(self, atom: Atom, near: JaxprEqn) -> Atom:
+        """Returns a half-precision atom in float32, and others as they are."""
+        if not is_in_half(atom):
+            return atom
+        if isinstance(atom, Literal):
+            return _jaxpr_rewrite.cast_literal(atom, _FLOAT32)
+        if atom not in self.renamed:
+            self._cast(atom, self._rename(atom), near)
+        return self.renamed[atom]
 
 
-def loops_that_add_up(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-    """Finds loops that read arrays in half precision in each iteration.
+def _read_in_each_turn(eqn: JaxprEqn) -> list[Var]:
+    loop = _jaxpr.loop_of(eqn) if eqn.primitive.name == "scan" else None
+    return variables(eqn.invars[: loop.consts]) if loop else []
 
-    Put back as traced, they add up the cotangents of these arrays in half precision.
+
+def _results_in_float32(eqn: JaxprEqn, flags: Sequence[bool]) -> list[bool]:
+    """Tells which results of a call are computed from float32 operands alone."""
+    if not any(map(is_in_half, eqn.outvars)):
+        return [False] * len(eqn.outvars)
+    bodies, loop = _jaxpr.subjaxprs(eqn), None
+    if eqn.primitive.name == "cond":
+        flags = flags[1:]
+    elif eqn.primitive.name == "scan":
+        loop = _jaxpr.loop_of(eqn)
+    else:
+        bodies = bodies[:1]
+    if loop is None:
+        results = (_outputs_in_float32(body, flags) for body in bodies)
+        return [all(each) for each in zip(*results, strict=True)]
+    first, last = loop.consts, loop.consts + loop.carry
+    while True:  # until a carry has one dtype in all turns
+        results = _outputs_in_float32(loop.body, flags)
+        pairs = zip(flags[first:last], results[: loop.carry], strict=True)
+        carry = [before and after for before, after in pairs]
+        if carry == [*flags[first:last]]:
+            return [*carry, *results[loop.carry :]]
+        flags = [*flags[:first], *carry, *flags[last:]]
+
+
+def _outputs_in_float32(body: Program, flags: Sequence[bool]) -> list[bool]:
+    flat, _ = _jaxpr_rewrite.inlined(body, lambda e: e.primitive.name in _jaxpr.CALLS)
+    stored = [v for v, flag in zip(flat.invars, flags, strict=True) if flag]
+    program = widened(flat, stored)
+    return [isinstance(v, Var) and v in program.dtypes for v in program.jaxpr.outvars]
+
+
+def loops_that_add_up(eqn: JaxprEqn) -> list[JaxprEqn]:
+    """Finds loops within an equation that read half-precision arrays in each turn.
+
+    As traced, they add up the cotangents of these arrays in half precision.
     """
-    for each in (eqn, *_jaxpr.equations_within(eqn)):
-        loop = _jaxpr.loop_of(each)
+    found = []
+    for each in _jaxpr.equations_within(eqn):
         # A `while` has a gradient only within a function that has its own.
-        if loop is None or (each is eqn and loop.trips is None):
-            continue
-        constants = each.invars[loop.offset : loop.offset + loop.consts]
-        if any(is_half(_jaxpr.dtype_name(v)) for v in constants):
-            yield each
+        loop = _jaxpr.loop_of(each)
+        if loop is not None and loop.trips != 1:
+            constants = each.invars[loop.offset : loop.offset + loop.consts]
+            if any(map(is_in_half, constants)):
+                found.append(each)
+    return found

@@ -51,7 +51,10 @@ def select_step(
     # arguments: a `custom_jvp` function must not close over differentiated values.
     closed, types = jax.make_jaxpr(update, return_shape=True)(inputs, old)
     lists = jax.tree.leaves(inputs), jax.tree.leaves(old), closed.consts
-    leaves = _step_of_lists(closed.jaxpr)(applied, *lists)
+    # JAX keeps the step, and so must not find tracers in it (`jax.checking_leaks`).
+    inner = closed.jaxpr
+    jaxpr = inner.replace(constvars=[], invars=[*inner.constvars, *inner.invars])
+    leaves = _step_of_lists(jaxpr)(applied, *lists)
     return jax.tree.unflatten(jax.tree.structure(types), leaves)
 
 

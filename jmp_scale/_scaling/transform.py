@@ -166,20 +166,20 @@ class _SkippingOptimizer:
         arrays, others = self._split(extra_args, value, verdict.applied)
         inputs, old = (promote_to_float32(updates), arrays), state.inner_state
         run = functools.partial(self._apply, params, others)
-        if "grad_fn" not in others:
+        if "grad_fn" in others:
+            # An overflow of its result shows in the updates, and counts like one of
+            # the gradients.
+            updates, new = attempt(verdict.applied, run, inputs, old)
+            is_good = finite(updates, self.agreement) | ~verdict.applied
+            applied, grads_finite = verdict.applied & is_good, verdict.grads_finite
+            verdict = verdict._replace(
+                applied=applied, grads_finite=grads_finite & is_good
+            )
+            updates, new = keep(applied, updates, new, old)
+        else:
             updates, new = select_step(
                 verdict.applied, run, inputs, old, context=(params, others)
             )
-            return updates, _next_state(state, verdict, new)
-        # An overflow of its result shows in the updates, and counts as one of the
-        # gradients.
-        updates, new = attempt(verdict.applied, run, inputs, old)
-        is_good = finite(updates, self.agreement) | ~verdict.applied
-        verdict = verdict._replace(
-            applied=verdict.applied & is_good,
-            grads_finite=verdict.grads_finite & is_good,
-        )
-        updates, new = keep(verdict.applied, updates, new, old)
         return updates, _next_state(state, verdict, new)
 
     def judge(

@@ -94,8 +94,8 @@ def start_of(function: str, loss_scale: LossScale | ArrayLike | None) -> Start:
     """Returns the start for an argument `loss_scale` of a diagnostic."""
     if loss_scale is None:
         return Start(2.0**15, True)
-    settles = isinstance(loss_scale, DynamicLossScale)
-    return Start(float(scale_value(function, loss_scale)), settles)
+    adjusts = isinstance(loss_scale, LossScale) and jax.tree.leaves(loss_scale)
+    return Start(float(scale_value(function, loss_scale)), bool(adjusts))
 
 
 def concrete_arrays(

@@ -180,13 +180,9 @@ VECTOR = r"got an array of shape \(\d,\); return its mean"
     [
         (lambda w: w * jnp.ones(2), False, VECTOR),
         (lambda w: (w, {}), False, "loss, got a tuple of length 2; .* pass has_aux"),
-        (lambda w: [w], False, "loss, got a list of length 1; .* has_aux=True"),
         (lambda w: {"loss": w}, False, "scalar loss, got a dict; .* has_aux=True"),
-        (lambda w: None, False, "scalar loss, got None; return"),
         (lambda w: (w, 1, 2), True, r"\(loss, aux\) .* a tuple of length 3; return"),
         (lambda w: w, True, r"\(loss, aux\) .* got an array of shape \(\); return"),
-        (lambda w: ({}, w), True, "scalar loss, got a dict; return"),
-        (lambda w: (jnp.ones(3), w), True, VECTOR),
     ],
 )
 def test_a_wrong_output_of_fun_is_a_type_error_that_says_what_to_do(
@@ -208,8 +204,6 @@ def test_fun_may_return_loss_and_aux_in_a_list():
     [
         (jax.grad, jnp.ones(2)),
         (jax.grad, jnp.ones(())),
-        (nnx.grad, jnp.ones(2)),
-        (eqx.filter_grad, jnp.ones(2)),
         (lambda fun, has_aux: lambda w: (1, 2, 3, 4), jnp.ones(2)),
     ],
 )
@@ -230,14 +224,11 @@ IN_A_TUPLE = (optax.EmptyState(), OPTIMIZER_STATE)
     ("given", "message"),
     [
         (1024.0, r"got 1024.0; pass .*jmp_scale.get_loss_scale\(...\) of a number"),
-        ("dynamic", r"got 'dynamic'; pass .*get_loss_scale\(...\) of .* a name"),
-        (jnp.float32(8), "got Array.*; pass"),
         (DynamicLossScale, "got <class .*DynamicLossScale'>; pass an instance"),
         (OPTIMIZER_STATE, "got a LossScaleState; .* the .loss_scale of"),
         (IN_A_TUPLE, r"got a tuple; .* optax.tree.get\(opt_state, \"loss_scale\"\)"),
         (0, r"second argument, got 0; argnums is the third: \w+\(fun, loss_"),
         ((0, 1), r"second argument, got \(0, 1\); argnums is the third"),
-        (None, r"got a NoneType; pass .* DynamicLossScale\(\)"),
     ],
 )
 def test_anything_but_a_loss_scale_is_an_error_at_once(function, given, message):

@@ -32,12 +32,12 @@ class Additive(jmp_scale.LossScale):
         return dataclasses.replace(self, loss_scale=jnp.where(loss_finite, new, s))
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Exponent(jmp_scale.LossScale):
+class InParts(jmp_scale.LossScale):
     """Its S is a property, and its leaves lie in a dictionary: the same S as above."""
 
-    parts: dict
+    parts: dict[str, jax.Array]
 
     @property
     def loss_scale(self):
@@ -46,18 +46,11 @@ class Exponent(jmp_scale.LossScale):
     def adjust(self, grads_finite, *, loss_finite=True):
         s = Additive(self.loss_scale).adjust(grads_finite, loss_finite=loss_finite)
         whole = jnp.floor(s.loss_scale)
-        return Exponent({"whole": whole, "rest": s.loss_scale - whole})
-
-    def tree_flatten_with_keys(self):
-        return [(jax.tree_util.GetAttrKey("parts"), self.parts)], None
-
-    @classmethod
-    def tree_unflatten(cls, _, leaves):
-        return cls(*leaves)
+        return InParts({"whole": whole, "rest": s.loss_scale - whole})
 
 
 def by_parts():
-    return Exponent({"whole": jnp.float32(32.0), "rest": jnp.float32(0.0)})
+    return InParts({"whole": jnp.float32(32.0), "rest": jnp.float32(0.0)})
 
 
 KINDS = {"a field": Additive, "a property": by_parts}

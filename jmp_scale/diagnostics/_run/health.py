@@ -4,10 +4,11 @@ import math
 import re
 from collections.abc import Iterator
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._scaling.loss_scale import NoOpLossScale, StaticLossScale, number_of
+from ..._scaling.loss_scale import number_of
 from ..._state import LossScaleState, find_half_storage
 from ..._tree import named_inexact_leaves
 from ..._types import PyTree
@@ -189,7 +190,7 @@ def _state_findings(
 ) -> Iterator[KindAndValues]:
     # `rule` may be a class of the user's own, and is S alone in a mapping of Flax.
     rule, s, counts = state.loss_scale, number_of(state.loss_scale), _counts(state)
-    is_fixed = rule is None or isinstance(rule, NoOpLossScale | StaticLossScale)
+    is_fixed = not jax.tree.leaves(rule)  # what follows the steps is a leaf
     cure = "take a lower S, or one that adapts" if is_fixed else "take a longer period"
     values = {
         "s": "its fixed value" if s is None else power(float(s)),

@@ -32,7 +32,7 @@ def how_it_works(path):
     """The gradients of the digits autoencoder beside float16's range, at two S."""
     images, _ = _digits.load_images()
     params = _digits.init_autoencoder()
-    grads = jax.grad(_digits.reconstruction_loss)(params, images[:256], dtype="float32")
+    grads = jax.grad(_digits.reconstruction_loss)(params, images[:256])
     entries = np.concatenate([np.ravel(g) for g in jax.tree.leaves(grads)])
     powers = np.frexp(entries[entries != 0])[1] - 1
     exponents, counts = np.unique(powers, return_counts=True)
@@ -74,9 +74,12 @@ def spikes(path, steps=600):
     def step(carry, inputs):
         params, old, history = carry
         images, weight = inputs
-        loss, grads = jax.value_and_grad(_digits.reconstruction_loss)(
-            params, images, "bfloat16", weight
-        )
+
+        def loss_fn(params):
+            return _digits.reconstruction_loss(params, images, weight)
+
+        half_loss = jmp_scale.autocast(loss_fn, "bfloat16")
+        loss, grads = jax.value_and_grad(half_loss)(params)
         updates, new = tx.update(grads, old, params, value=loss)
         history = history.push(old, new, loss=loss, grads=grads)
         return (optax.apply_updates(params, updates), new, history), None

@@ -26,6 +26,8 @@ from ._tree import is_data, leaves_by_name, listed, with_arrays
 from ._types import Leaf, PyTree
 
 T = TypeVar("T")
+# What loaders raise for another template: Equinox a RuntimeError, or at a file's end.
+_LOAD_ERRORS = (EOFError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 def restore(load: Callable[[PyTree], PyTree], state: T) -> T:
@@ -42,7 +44,8 @@ def restore(load: Callable[[PyTree], PyTree], state: T) -> T:
       load: reads the checkpoint into a template, with whatever wrote it: for Orbax
         `lambda template: ocp.load(path, template)`. Dicts with the names of the
         template will do. That a form does not fit shows in other names, shapes or
-        dtypes, or in a `ValueError`, `TypeError` or `KeyError` of `load`.
+        dtypes, or in a `ValueError`, `TypeError`, `KeyError`, `EOFError` or
+        `RuntimeError` of `load`.
       state: the new state: a `TrainState`, `(params, opt_state)`,
         `nnx.state((model, optimizer))`, ... It must hold the parameters if
         `with_half_storage` keeps their remainders. Leaves may be
@@ -144,7 +147,7 @@ def _restored(
             on_disk = [_widened(x) for x in leaves]
             remainder_of = _remainders_by_parameter(numbers, leaves)
         saved = load(jax.tree.map(on_disk.__getitem__, numbered))
-    except (KeyError, TypeError, ValueError) as error:
+    except _LOAD_ERRORS as error:
         first_line = (str(error).strip() or repr(error)).splitlines()[0]
         raise _OtherFormError(first_line[:200]) from error
     saved, places = leaves_by_name(saved), leaves_by_name(numbered)

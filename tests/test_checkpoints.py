@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import pickle
 
+import equinox as eqx
 import flax.serialization
 import jax
 import jax.export
@@ -55,6 +56,11 @@ def with_pickle(state, path):
     data = pickle.dumps(jax.tree.leaves(state))
     structure = jax.tree.structure
     return lambda template: jax.tree.unflatten(structure(template), pickle.loads(data))
+
+
+def with_equinox(state, path):
+    eqx.tree_serialise_leaves(path / "checkpoint.eqx", state)
+    return lambda like: eqx.tree_deserialise_leaves(path / "checkpoint.eqx", like)
 
 
 GUARD = jmp_scale.SpikeGuard(warmup=7)
@@ -242,7 +248,7 @@ def as_train_state(pair):
 
 
 @pytest.mark.parametrize(
-    "loader", [with_orbax, with_flax, with_flax_dicts, with_pickle]
+    "loader", [with_orbax, with_flax, with_flax_dicts, with_pickle, with_equinox]
 )
 @pytest.mark.parametrize("nest", one_of(2, [as_train_state, lambda pair: pair]))
 @pytest.mark.parametrize("missing", FORMS)
@@ -315,6 +321,14 @@ def test_float32_averages_are_rounded_and_come_back_as_they_are():
     assert_bitwise_equal(again, (params, state))
     updates = ADAM.update(GRADS, back[1], back[0])[0]
     assert jax.tree.structure(updates) == jax.tree.structure(GRADS)
+
+
+def test_averages_of_float32_parameters_need_no_parameters_in_the_state():
+    tx = jmp_scale.with_half_storage(ADAM, averages=("mu", "nu"), key=KEY)
+    plain = ADAM.update(GRADS, ADAM.init(PARAMS), PARAMS)[1]
+    state = restore(lambda _: plain, tx.init(PARAMS))
+    like = tx.init(PARAMS).inner_state
+    assert_bitwise_equal(state.inner_state, optax.tree.cast_like(plain, like))
 
 
 def test_a_state_that_the_optimizer_itself_stores_in_bfloat16_stays():

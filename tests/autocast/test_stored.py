@@ -316,9 +316,10 @@ ALL = [(name, dtype) for name in PROGRAMS for dtype in ROUNDING]
 SLOW = [pytest.param(*c, marks=pytest.mark.slow) for c in ALL if c not in CASES]
 
 
-@pytest.mark.filterwarnings("ignore:autocast. straight")
 @pytest.mark.parametrize(("name", "dtype"), [*CASES, *SLOW])
 def test_a_gradient_is_a_float32_sum_that_is_rounded_once(name, dtype):
+    if name == "loop with a rule" and jax.__version_info__ < (0, 9):
+        pytest.skip("jax 0.8 cannot transpose a loop that moves values and tangents")
     fun, *weights = PROGRAMS[name]
     error, wide = errors_of(fun, weights, dtype)
     assert error <= 1.5 * wide + ROUNDING[dtype]

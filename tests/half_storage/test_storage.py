@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint.experimental.v1 as ocp
 import pytest
 from flax import nnx
 from helpers import TWO_AXES, assert_bitwise_equal, one_of, sharded
@@ -545,7 +544,7 @@ def test_diagnostics_know_that_nothing_is_lost():
     assert [f.rule for f in report().findings] == ["half-parameters"]
 
 
-# Devices, Flax and disks.
+# Devices and Flax.
 
 ADAM = with_half_storage(optax.adam(0.1), **ADAMS)
 
@@ -577,17 +576,6 @@ def test_flax_stores_what_optax_alone_does(door):
         assert_bitwise_equal(found, wanted)
 
 
-def test_replicas_of_pmap_are_those_of_one_device():
-    step = jax.pmap(stepper(ADAM))
-    replicas = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * 2), tree)  # noqa: E731
-    carry = replicas((HALF, ADAM.init(HALF)))
-    for grads in STEPS:
-        carry = step(*carry, replicas(grads))
-    for i in range(2):
-        own = jax.tree.map(lambda x, i=i: x[i], carry)
-        assert_bitwise_equal(own, of_one_device())
-
-
 def test_storage_on_explicit_axes_is_that_of_one_device():
     mesh = jax.make_mesh((2,), ("i",), (jax.sharding.AxisType.Explicit,))
 
@@ -601,13 +589,6 @@ def test_storage_on_explicit_axes_is_that_of_one_device():
             carry = step(*carry, jax.tree.map(placed, grads))
     assert jax.typeof(carry[1].inner_state[0].nu["w"]).sharding.spec[0] == "i"
     assert_bitwise_equal(jax.device_get(carry), of_one_device())
-
-
-def test_a_state_comes_back_from_disk(tmp_path):
-    ocp.save(tmp_path / "checkpoint", of_one_device())
-    template = jax.tree.map(jnp.zeros_like, of_one_device())
-    restored = ocp.load(tmp_path / "checkpoint", template)
-    assert_bitwise_equal(restored, of_one_device())
 
 
 # Mistakes.
@@ -624,10 +605,8 @@ def update(of, params=HALF, grads=GOOD, given=HALF, **kinds):
 
 
 EXACT = with_half_storage(optax.adam(0.1))
-RANDOM = with_half_storage(optax.adam(0.1), **STOCHASTIC)
 RIGHT_ORDER = r"write with_loss_scale\(with_half_storage\(optimizer\)\)"
 MISTAKES = [
-    (init("adam"), TypeError, "expected inner .*optimizer first"),
     (
         init(optax.adam(0.1), averages="mu", key=KEY),
         TypeError,
@@ -635,7 +614,6 @@ MISTAKES = [
     ),
     (init(optax.adam(0.1), remainders="no"), TypeError, "remainders to be True or F"),
     (init(optax.adam(0.1), averages=["mu"]), ValueError, "expected a key .*got None"),
-    (init(optax.adam(0.1), remainders=False), ValueError, "expected a key .*got None"),
     (
         init(optax.adam(0.1), HALF, remainders=False, key=0),
         TypeError,
@@ -682,8 +660,6 @@ MISTAKES = [
         r"parameter b to be bfloat16\[2\], .*got",
     ),
     (update(EXACT, given={"b": HALF["b"]}), ValueError, "parameter w .*got none"),
-    (update(RANDOM), ValueError, "of one with the same .*; write tx.init"),
-    (update(EXACT, **STOCHASTIC), ValueError, "of one with the same .*; write tx.in"),
     (
         update(with_half_storage(optax.adam(0.1), **ADAMS), **STOCHASTIC),
         ValueError,

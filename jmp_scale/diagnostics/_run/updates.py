@@ -11,24 +11,9 @@ from ..._types import Leaf, PyTree
 def lost_updates(
     function: str, params: PyTree, updates: PyTree
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the share of the updates that leave their parameter unchanged.
+    """Returns shares of the updates that rounding loses, as `metrics` documents them.
 
-    An update is lost if the float32 sum of it and its parameter, as
-    `optax.apply_updates` rounds it, is the parameter: below about 2^-9 of the parameter
-    in bfloat16, 2^-12 in float16, 2^-25 in float32.
-
-    Args:
-      function: name of the public function, for errors.
-      params: pytree of parameters before the step.
-      updates: the optimizer's updates of these, of the same structure and shapes.
-        Leaves that are not real floating point are ignored.
-
-    Returns:
-      The share of the nonzero updates that is lost, and the share of the sum of their
-      absolute values, f32[] each. Both are 0 if all updates are zero.
-
-    Raises:
-      ValueError: the structures or shapes differ.
+    They are 0 if all updates are zero. `function` is the public one, for errors.
     """
     if params is None or updates is None:
         raise ValueError(f"{function}: expected params and updates, got only one")

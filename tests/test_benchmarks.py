@@ -15,7 +15,6 @@ import health_validation
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import overhead
 import pytest
 import sharded

@@ -15,6 +15,7 @@ import health_validation
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import overhead
 import pytest
 import sharded

@@ -4,6 +4,7 @@ import functools
 
 import flax.linen as nn
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from autocast_programs import IMAGE, K3, W, X, arrays, convolve
 from flax import nnx
 from helpers import EXPLICIT_TWO, one_of
 from jax import lax
+from jax.extend.source_info_util import NameStack
 from jax.sharding import NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
@@ -211,3 +213,13 @@ def test_a_name_of_no_product_warns():
         UserWarning, match="float32_results names nothing .*lm_hed.*; .*head"
     ):
         half(X, W)
+
+
+def test_a_product_that_takes_no_precision_runs_in_half_precision():
+    toy = jax.extend.core.Primitive("toy")
+    toy.def_impl(jnp.matmul)
+    toy.def_abstract_eval(lambda x, w: x.update(shape=(*x.shape[:1], *w.shape[1:])))
+    inner = jax.make_jaxpr(toy.bind)(X, W).jaxpr
+    made = ops.Product("toy", inner, 0, (False, False), None, NameStack())
+    wanted = (X.astype("bfloat16") @ W.astype("bfloat16")).astype("float32")
+    np.testing.assert_array_equal(made.apply("bfloat16", X, W), wanted)

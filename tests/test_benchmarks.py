@@ -10,8 +10,7 @@ import _targets
 import autocast
 import correctness
 import gradient_sums
-import half_parameters
-import half_states
+import half_storage
 import health_validation
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,8 @@ import sharded
 import stability
 from _loops import Step, train_jmp_scale
 from _stability_tasks import Task
+
+import jmp_scale
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -139,12 +140,37 @@ def test_precision_of_health_leaves_out_runs_between_and_recall_is_of_one_kind()
 # Storage and sums.
 
 
-@pytest.mark.parametrize("form", half_parameters.FORMS)
-def test_a_state_has_the_bytes_of_the_table(form):
-    wrap, (_, beside, moments), dtype = half_parameters.FORMS[form]
-    state = wrap(optax.adamw(1e-3), jax.random.key(0)).init(jnp.ones(1000, dtype))
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    assert size // 1000 == beside + moments
+BYTES = {  # rows of a page's table, which adds up remainders and moments
+    "**`with_half_storage(tx)`**": {},
+    "`remainders=False`, with a `key`": {"remainders": False},
+    '`averages=("mu", "nu")`, with a `key`': {"averages": ("mu", "nu")},
+    "both": {"remainders": False, "averages": ("mu", "nu")},
+}
+
+
+@pytest.mark.parametrize("row", BYTES)
+def test_a_state_has_the_bytes_of_the_table(row):
+    page = (ROOT / "docs/half-parameters.md").read_text()
+    (cells,) = re.findall(rf"^\| {re.escape(row)} \|(.*)\|$", page, re.MULTILINE)
+    parameter, beside, moments, *_ = (cell.strip() or "0" for cell in cells.split("|"))
+    key, params = jax.random.key(0), jnp.ones(1000, jnp.bfloat16)
+    tx = jmp_scale.with_half_storage(optax.adamw(1e-3), key=key, **BYTES[row])
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(tx.init(params)))
+    assert parameter == "2"
+    assert size // 1000 == int(beside) + int(moments)
+
+
+@pytest.mark.parametrize("name", half_storage.ROWS)
+def test_all_forms_of_a_state_round_the_same_averages(name):
+    params, key = {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}, jax.random.key(0)
+    forms = half_storage.forms_of(half_storage.ROWS[name]).values()
+    plain, nearest, stochastic = (
+        jax.eval_shape(form.make(lambda _: 1e-3, key).init, params) for form in forms
+    )
+    dtypes = [x.dtype for x in jax.tree.leaves(nearest)]
+    assert dtypes == [x.dtype for x in jax.tree.leaves(stochastic.inner_state)]
+    assert dtypes.count(jnp.bfloat16) in (2, 3, 4)
+    assert jnp.bfloat16 not in [x.dtype for x in jax.tree.leaves(plain)]
 
 
 def test_a_sum_in_float32_over_64_devices_errs_as_one_device_does():
@@ -181,13 +207,9 @@ def test_autocast_sums_no_gradient_in_float16_on_a_gpu_or_tpu(
 # The commands: small runs print the tables that the pages are filled from.
 
 COMMANDS = {
-    half_parameters: (
-        "--tasks digits --rates 1e-3 --seeds 2 --steps 3 --forms stochastic",
-        "### digits, learning rate 1e-3\n",
-    ),
-    half_states: (
-        "--seeds 2 --steps 20 --optimizers Lion",
-        "| optimizer | rate | float32 | to nearest | stochastic |",
+    half_storage: (
+        "--tasks digits --rates 1e-3 --seeds 2 --steps 20 --optimizers Lion",
+        "### Lion, learning rate 1e-3, by step\n",
     ),
     autocast: (
         "--parts error --targets h100 --models mlp --programs autocast",

@@ -57,7 +57,7 @@ STEPS = {
         "eqx_step": "eqx_step, model, opt_state, x",
         "stateful_step": "stateful_step, model, state, opt_state, x",
         "haiku_step": "haiku_step, params, state, tx.init(params), x",
-        "sgd_step": "sgd_step, w, state, x",
+        "sgd_step": "sgd_step, w, state, x, carried=[0]",
     },
     "docs/flax.md": {
         "bfloat16_step": "bfloat16_step, model, optimizer, x",
@@ -150,7 +150,7 @@ def assert_prints(printed, shown):
 
 def check_step_of(page, call, namespace):
     """Steps that readers copy are right."""
-    found = check_step(*eval(f"({call},)", namespace))
+    found = eval(f"check_step({call})", {**namespace, "check_step": check_step})
     assert found.ok, f"{page}: {found}"
 
 

@@ -105,10 +105,10 @@ print(json.dumps(errors))
 
 HALF_ORDER = """
 
-def _half_order(step: Step) -> Iterator[Finding]:
-    if step.name == "sort" and is_half(step.result):
-        message = f"a sort in {step.result}, in which neighbors become equal"
-        yield step.finding("half-order", "warning", message)
+def _half_order(equation: Equation) -> Iterator[Finding]:
+    if equation.name == "sort" and is_half(equation.result):
+        message = f"a sort in {equation.result}, in which neighbors become equal"
+        yield equation.finding("half-order", "warning", message)
 """
 
 
@@ -120,15 +120,15 @@ def add_after(path, line, new):
 
 
 def add_a_counter(package):
-    add_after(package / "_state.py", r"    guard: \w+", "    overflows: Count")
-    overflowed = "jnp.int32(loss_finite & ~only_grads_finite)"
+    add_after(package / "_state.py", r"    guard: \w+", "    overflows: CountField")
+    overflowed = "jnp.int32(loss_finite & ~grads_finite)"
     counts = f"        overflows=state.overflows + {overflowed},"
     add_after(package / "_scaling/transform.py", "        guard=guard,", counts)
 
 
 def add_a_rule(package, faults):
     rules = package / "diagnostics/_precision/rules.py"
-    add_after(rules, "def faults.*", "    yield from _half_order(step)")
+    add_after(rules, "def faults.*", "    yield from _half_order(equation)")
     rules.write_text(rules.read_text() + HALF_ORDER)
     fault = '    "sorted": lambda h: jnp.sort(h),  # !half-order'
     add_after(faults, "OF_FLOAT16 = {", fault)

@@ -53,6 +53,7 @@ def autocast(
     recompute: bool = True,
     keep_float32: Collection[str] = (),
     share_casts: bool = False,
+    float32_results: Collection[str] = (),
 ) -> F:
     """Returns `fun` with its matrix products and convolutions in half precision.
 
@@ -89,6 +90,9 @@ def autocast(
         scopes, modules, and places such as "costs.py:560".
       share_casts: whether what a product reads is cast once, and all later operations
         read the cast array, as in a cast by hand. For a ResNet's stream.
+      float32_results: names, as in `keep_float32`, of products that have half-precision
+        operands and a float32 result: the logits of a language model, say. Their
+        gradients are those of any product.
 
     Returns:
       A function with the arguments, results and result dtypes of `fun`.
@@ -100,11 +104,11 @@ def autocast(
 
     Warns:
       UserWarning: once, at the call, if no product became half precision, or a name in
-        `keep_float32` matches nothing; once, if float16 gradients have no loss scale:
-        in `jmp_scale.value_and_grad` of a `NoOpLossScale`, and where the
-        `value_and_grad` of JAX, Equinox or NNX is given the result itself; once for
-        each loop that is differentiated, with its line, if it still sums a stored
-        weight's gradient in half precision, as in a `custom_vjp`.
+        `keep_float32` or `float32_results` matches nothing; once, if float16 gradients
+        have no loss scale: in `jmp_scale.value_and_grad` of a `NoOpLossScale`, and
+        where the `value_and_grad` of JAX, Equinox or NNX is given the result itself;
+        once for each loop that is differentiated, with its line, if it still sums a
+        stored weight's gradient in half precision, as in a `custom_vjp`.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale
@@ -123,7 +127,8 @@ def autocast(
         )
     forward = checked_half("dtype", dtype)
     back = forward if backward is None else checked_half("backward", backward)
-    names = checked_names(keep_float32)
+    names = checked_names("keep_float32", keep_float32)
+    wide = checked_names("float32_results", float32_results)
     warned: set[str] = set()
 
     @functools.wraps(fun)
@@ -146,6 +151,7 @@ def autocast(
             forward=forward,
             backward=back,
             names=names,
+            float32_results=wide,
             traces=TraceCache(),
             notes=notes,
             share_casts=bool(share_casts),
@@ -156,24 +162,31 @@ def autocast(
             results = cast.evaluate(jaxpr, origins, *flat.arrays)
         except jax.errors.UnexpectedTracerError as error:
             raise jax.errors.UnexpectedTracerError(_CLOSURE) from error
-        _warn_of_nothing(jaxpr, names, notes)
+        _warn_of_names("keep_float32", names, notes)
+        _warn_of_names("float32_results", wide, notes)
+        _warn_of_nothing(jaxpr, notes)
         dtypes = (_jaxpr.dtype_name(v) for v in _jaxpr.bare(jaxpr).outvars)
         return flat.result(as_dtypes(dtypes, results))
 
     return in_half_precision  # pyright: ignore[reportReturnType]
 
 
-def _warn_of_nothing(jaxpr: Program, names: frozenset[str], notes: Notes) -> None:
-    """Warns once of names that match nothing, and where no product became half."""
+def _warn_of_names(option: str, names: frozenset[str], notes: Notes) -> None:
+    """Warns once of names in an option that match nothing."""
     warned = notes.warned
     if missing := sorted(names - notes.found - warned):
         warned.update(missing)
         there = ", ".join(sorted(notes.there)) or "none"
         warn(
-            "autocast: keep_float32 names nothing in which a product is: "
+            f"autocast: {option} names nothing in which a product is: "
             f"{missing}; there are {there} (functions, scopes, Linen modules, and "
             "the classes of NNX modules, not their attributes)"
         )
+
+
+def _warn_of_nothing(jaxpr: Program, notes: Notes) -> None:
+    """Warns once where no product became half precision."""
+    warned = notes.warned
     if not notes.any_half and "no product" not in warned:
         warned.add("no product")
         if reasons := why_float32(jaxpr):

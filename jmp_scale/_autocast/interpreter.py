@@ -101,6 +101,7 @@ class Interpreter:
     traces: TraceCache = dataclasses.field(compare=False)
     notes: Notes = dataclasses.field(compare=False)
     share_casts: bool = False
+    float32_results: frozenset[str] = frozenset()
     # Precision of products that stay float32 and have none of their own.
     setting: str | None = None
     in_loop: bool = False
@@ -139,6 +140,7 @@ class Interpreter:
             origins,
             self.forward,
             is_exempt=self._is_exempt,
+            has_float32_result=self._has_float32_result,
             share_casts=self.share_casts,
             stored=stored,
         )
@@ -207,7 +209,7 @@ class Interpreter:
         self.notes.any_half = True
         inputs = [values[v] for v in product.jaxpr.invars]
         with _jaxpr.scope(product.scope):
-            result = product.apply(product.dtype or self.forward, *inputs)
+            result = product.forward(product.dtype or self.forward, *inputs)
         return self.rounded(result) if product.result in reading.shared else result
 
     def operand(self, v: Var, reading: Reading, values: Values) -> jax.Array:
@@ -265,7 +267,7 @@ class Interpreter:
             if saved:
                 return saved[0].astype(jnp.float32)
             with _jaxpr.scope(scope):
-                return product.apply(self.forward, *copies, *others)
+                return product.forward(self.forward, *copies, *others)
 
         def tangent(
             residuals: tuple[Arrays, Arrays, Arrays], live: dict[int, jax.Array]
@@ -289,10 +291,16 @@ class Interpreter:
             return linear(tangent, residuals, live, traces).astype(result.dtype)
 
         def saved_of(result: jax.Array) -> ByPosition:
-            return {0: result.astype(self.forward)}
+            return {0: result.astype(product.result_dtype(self.forward))}
 
         products = [product.equation]
         return in_sight(evaluate, derivative, products, saved_of, self.in_rule)
+
+    def _has_float32_result(self, eqn: JaxprEqn) -> bool:
+        met = meet(self.float32_results, eqn)
+        self.notes.found.update(met.found)
+        self.notes.there.update(met.there)
+        return bool(met.found)
 
     def _is_exempt(self, eqn: JaxprEqn) -> bool:
         met = meet(self.names, eqn)

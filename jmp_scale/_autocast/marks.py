@@ -213,8 +213,8 @@ def meet(names: Collection[str], eqn: JaxprEqn) -> Met:
     return Met(bool(found) or _EXEMPT in scopes, found, own - {""})
 
 
-def checked_names(names: str | Collection[str]) -> frozenset[str]:
-    """Returns the names in `keep_float32=`, each of which must be a string."""
+def checked_names(option: str, names: str | Collection[str]) -> frozenset[str]:
+    """Returns the names in an option, each of which must be a string."""
     each = (names,) if isinstance(names, str) else names
     each = (*each,) if isinstance(each, Collection) else (each,)
     for name in each:
@@ -222,7 +222,7 @@ def checked_names(names: str | Collection[str]) -> frozenset[str]:
             # Not a layer's own text, which has many lines.
             got = getattr(name, "__name__", "" if callable(name) else name)
             raise TypeError(
-                "autocast: expected keep_float32 to be a name or a tuple of names, "
+                f"autocast: expected {option} to be a name or a tuple of names, "
                 f"got a {type(name).__name__} {got!r}; mark a function or layer of "
                 "your own by jmp_scale.keep_float32(fun)"
             )

@@ -36,6 +36,7 @@ class Product:
     dtype: str | None  # that of an operand, where it is not `autocast`'s
     # The scopes in which all its equations were, which they no longer name.
     scope: NameStack = dataclasses.field(compare=False)
+    has_float32_result: bool = False  # in the forward pass
 
     @property
     def equation(self) -> JaxprEqn:
@@ -60,21 +61,38 @@ class Product:
             (pair[side],) = _jaxpr.evaluate(move, [pair[side]])
         return pair
 
+    def forward(self, dtype: DTypeLike, *values: jax.Array) -> jax.Array:
+        """Computes the product of the forward pass."""
+        return self.apply(dtype, *values, result=self.result_dtype(dtype))
+
+    def result_dtype(self, dtype: DTypeLike) -> DTypeLike:
+        """Returns the dtype of the forward pass's result, and of its residual."""
+        return "float32" if self.has_float32_result else dtype
+
     def apply(
-        self, dtype: DTypeLike, *values: jax.Array, float32: int | None = None
+        self,
+        dtype: DTypeLike,
+        *values: jax.Array,
+        float32: int | None = None,
+        result: DTypeLike | None = None,
     ) -> jax.Array:
-        """Computes the product in half precision, except for the operand `float32`."""
+        """Computes the product in half precision, except for the operand `float32`.
+
+        `result`: the dtype that it returns, before it is cast to float32.
+        """
         operands = enumerate(values[:2])
         pair = self.moved([x if i == float32 else x.astype(dtype) for i, x in operands])
         if float32 is None:
-            params = {"precision": None, "preferred_element_type": dtype}
+            params = {"precision": None, "preferred_element_type": result or dtype}
+            # A product need not take these.
+            params = {k: x for k, x in params.items() if k in self.equation.params}
             inputs = [*pair, *values[2:]]
-            (result,) = _jaxpr.evaluate(self.equation, inputs, **params)
+            (found,) = _jaxpr.evaluate(self.equation, inputs, **params)
         else:
             dimensions = self.equation.params["dimension_numbers"]
             sharding = self.equation.params.get("out_sharding")
-            result = wide_dot_general(*pair, dimensions, dtype, sharding)
-        return widened(result)
+            found = wide_dot_general(*pair, dimensions, dtype, sharding)
+        return widened(found)
 
     def tangent(self, dtype: DTypeLike) -> Callable[..., jax.Array]:
         """Returns a function from the operands' tangents, by side, to the product's."""

@@ -106,13 +106,15 @@ def read(
     is_exempt: Callable[[JaxprEqn], bool] = never,
     share_casts: bool = False,
     stored: Sequence[int] = (),
+    has_float32_result: Callable[[JaxprEqn], bool] = never,
 ) -> Reading:
     """Reads a program whose inputs have these origins.
 
     `dtype` is that of products of the forward pass. `is_exempt` says whether a name
     keeps a product float32, or a call with products. `share_casts`: all operations read
     the cast of what a product reads. `stored` are the positions of half-precision
-    inputs that are float32 in the program that is read.
+    inputs that are float32 in the program that is read. `has_float32_result` says
+    whether a name keeps the result of a product float32.
     """
 
     def is_open(eqn: JaxprEqn) -> bool:
@@ -148,7 +150,13 @@ def read(
         wide = has_float32_grad(v) and not is_known
         given[v] = Provenance(Origin.PARAMETER, is_known, is_known, wide)
     reader = _Reader(
-        flat, given, dtype.name, is_exempt, constants=constants, stored=program.dtypes
+        flat,
+        given,
+        dtype.name,
+        is_exempt,
+        constants=constants,
+        stored=program.dtypes,
+        has_float32_result=has_float32_result,
     )
     wanted, steps = {*variables(flat.outvars)}, list[Step]()
     for step in reversed(reader.steps):
@@ -157,7 +165,7 @@ def read(
             wanted.update(step.inputs)
     steps.reverse()
     products = [step.half_product for step in steps if step.half_product]
-    halves = {product.result for product in products}
+    halves = {p.result for p in products if not p.has_float32_result}
     operands = {v for product in products for v in product.operands}
     data = {v for v in operands if not reader.provenance.get(v, _DATA).origin}
     shared = data - halves if share_casts else set[Var]()
@@ -189,7 +197,9 @@ class _Reader:
         is_exempt: Callable[[JaxprEqn], bool],
         constants: Mapping[Var, Leaf],
         stored: Mapping[Var, np.dtype],
+        has_float32_result: Callable[[JaxprEqn], bool],
     ) -> None:
+        self._has_float32_result = has_float32_result
         self._jaxpr, self._dtype, self._is_exempt = jaxpr, dtype, is_exempt
         self._constants, self._stored = constants, stored
         self._maker: dict[Var, Step] = {}
@@ -212,7 +222,8 @@ class _Reader:
     def _without_name(self, eqn: JaxprEqn) -> JaxprEqn:
         """Returns the equation, or a copy if it names the result of a product."""
         for v in variables(eqn.invars) if _jaxpr.name_of(eqn) == "name" else ():
-            if v in self._maker and self._maker[v].kind == "product":
+            product = self._maker[v].half_product if v in self._maker else None
+            if product and not product.has_float32_result:
                 self.names[v] = _jaxpr.params_of(eqn)["name"]
                 return eqn.replace(primitive=jax.lax.copy_p, params={})
         return eqn
@@ -263,6 +274,7 @@ class _Reader:
             ),
             dtype=half.pop() if is_own else None,
             scope=scope,
+            has_float32_result=self._has_float32_result(eqn),
         )
 
     def _operand(self, v: Var) -> tuple[Var, list[JaxprEqn]]:

@@ -1,14 +1,22 @@
 """What becomes of a product, and which calls are cheap."""
 
+import functools
+
+import flax.linen as nn
 import jax
+import jax.extend
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from autocast_programs import W, X, arrays
-from helpers import EXPLICIT_TWO
+from autocast_programs import IMAGE, K3, W, X, arrays, convolve
+from flax import nnx
+from helpers import EXPLICIT_TWO, one_of
 from jax import lax
+from jax.extend.source_info_util import NameStack
 from jax.sharding import NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
+from jmp_scale import autocast
 from jmp_scale._autocast import products as ops
 from jmp_scale._autocast.products import Fate, fate
 
@@ -116,3 +124,102 @@ def test_a_reshard_within_a_mesh_is_cheap_and_to_another_one_is_not():
     assert ops.mesh_of(before) == mesh.abstract_mesh
     assert ops.is_cheap(eqn.replace(invars=[before]))
     assert not ops.is_cheap(moved.replace(invars=[before]))
+
+
+def head(x, w):
+    return x @ w
+
+
+def convolution(x, w):
+    return convolve(x, w, (1, 1), "SAME")
+
+
+def in_scope(x, w):
+    with jax.named_scope("lm_head"):
+        return x @ w
+
+
+def in_linen(x, w):
+    params = {"params": {"kernel": w}}
+    return nn.Dense(16, use_bias=False, name="lm_head").apply(params, x)
+
+
+def in_nnx(x, w):
+    layer = nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(0))
+    layer.kernel[...] = w
+    return layer(x)
+
+
+NAMED = {
+    "head": (head, X, W),
+    "convolution": (convolution, IMAGE, K3),
+    "lm_head": (in_scope, X, W),
+    "Dense": (in_linen, X, W),
+    "Linear": (in_nnx, X, W),
+}
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("name", NAMED)
+def test_a_named_product_has_half_operands_and_a_float32_result(name, recompute):
+    fun, *args = NAMED[name]
+    half = functools.partial(autocast, fun, "bfloat16", recompute=recompute)
+    # Half operands have exact products, whose sums are float32.
+    exact = fun(*(x.astype("bfloat16").astype("float32") for x in args))
+    found = half(float32_results=(name,))(*args)
+    np.testing.assert_allclose(found, exact, rtol=1e-6, atol=1e-6)
+    assert float(jnp.max(jnp.abs(half()(*args) - exact))) > 1e-4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, *one_of(2, [{"recompute": False}, {"backward": "bfloat16"}])],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_float32_result_halves_the_error_of_a_head(dtype, options):
+    h, w = arrays((64, 64), (64, 2048), scale=1)
+    y = jax.random.categorical(jax.random.key(0), h @ w)  # as of a trained model
+
+    def loss(w, h):
+        logs = jax.nn.log_softmax(head(h, w))
+        return -jnp.mean(jnp.take_along_axis(logs, y[:, None], 1))
+
+    def error(fun):
+        return np.linalg.norm(jax.jit(jax.grad(fun))(w, h) - jax.grad(loss)(w, h))
+
+    cast = functools.partial(autocast, loss, dtype, **options)
+    assert error(cast(float32_results="head")) < 0.7 * error(cast())
+
+
+def test_a_checkpoint_saves_a_float32_result_as_it_is():
+    policy = jax.checkpoint_policies.dots_saveable
+    half = autocast(
+        lambda x, w: jnp.sin(head(x, w)), "bfloat16", float32_results="head"
+    )
+
+    def loss(x, w):
+        return jnp.sum(jax.checkpoint(half, policy=policy)(x, w))
+
+    exact = autocast(
+        lambda x, w: jnp.sum(jnp.sin(head(x, w))), "bfloat16", float32_results="head"
+    )
+    np.testing.assert_allclose(jax.grad(loss)(X, W), jax.grad(exact)(X, W), rtol=1e-5)
+
+
+def test_a_name_of_no_product_warns():
+    half = autocast(head, "bfloat16", float32_results=("lm_hed",))
+    with pytest.warns(
+        UserWarning, match="float32_results names nothing .*lm_hed.*; .*head"
+    ):
+        half(X, W)
+
+
+def test_a_product_that_takes_no_precision_runs_in_half_precision():
+    toy = jax.extend.core.Primitive("toy")
+    toy.def_impl(jnp.matmul)
+    toy.def_abstract_eval(lambda x, w: x.update(shape=(*x.shape[:1], *w.shape[1:])))
+    inner = jax.make_jaxpr(toy.bind)(X, W).jaxpr
+    made = ops.Product("toy", inner, 0, (False, False), None, NameStack())
+    wanted = (X.astype("bfloat16") @ W.astype("bfloat16")).astype("float32")
+    np.testing.assert_array_equal(made.apply("bfloat16", X, W), wanted)

@@ -144,7 +144,7 @@ def _function_of(
             if k not in saved:
                 with _jaxpr.scope(product_scopes[k]):
                     operands = (read[i] for i in places)
-                    products[k] = product.apply(cast.forward, *operands)
+                    products[k] = product.forward(cast.forward, *operands)
         return UnitResults(outputs, products, {i: halves[i] for i in saved_in_half})
 
     def tangents(
@@ -199,7 +199,8 @@ def _function_of(
         )
 
     def saved_of(results: UnitResults) -> ByPosition:
-        return {k: x.astype(cast.forward) for k, x in results.products.items()}
+        dtypes = [product.result_dtype(cast.forward) for product, _ in unit.products]
+        return {k: x.astype(dtypes[k]) for k, x in results.products.items()}
 
     products = [product.equation for product, _ in unit.products]
     return in_sight(evaluate, derivative, products, saved_of, cast.in_rule)

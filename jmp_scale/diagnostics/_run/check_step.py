@@ -160,7 +160,8 @@ def check_step(
                 "check_step: expected carried= to have positions of arguments that are "
                 f"bare arrays, got {position}; leave out trees of arrays"
             )
-    has_optimizer = _of_arguments(check, (args, kwargs))
+    # A list, because a tuple of states looks like a chain.
+    has_optimizer = _of_arguments(check, [*args, *kwargs.values()])
     holder = _holder(step, (args, kwargs))
     held = _arrays_of(holder)
     if held and (not has_optimizer or any(map(is_module, held))):

@@ -11,6 +11,7 @@ from .step_leaves import Path, host, is_float, sampled
 
 # log2 of S. A clip's threshold may lie between, and it may leave only the ends alone.
 _POWERS = (-17, -15, -13, -9, -7, -5, -1, 3, 7, 9, 11)
+_FLAT = -13  # log2 of S at which a clip of scaled gradients does nothing yet
 _ALONE = (-1, 7)  # log2 of one S, while others are those of the base
 _BETWEEN = (6.7, 10.3)  # rounding differs at these, which are not powers of two
 _HIGHEST = 126  # log2 of the largest S whose inverse is a normal number
@@ -51,14 +52,20 @@ def several_s(check: Check) -> None:
         if is_full and _stays_first(rows):
             falls = _falls_at_last(powers[-3:], rows[-3:])
             clipped += [path] if falls or slopes.get(path) == -1 else []
+    moments = [path for path in clipped if check.is_optimizer(path)]
+    has_moments = any(map(check.is_optimizer, table.get(_FLAT, {})))
+    clipped = moments if has_moments else clipped
+    if clipped and _is_of_one_size(check, table.get(_FLAT, {}), clipped):
+        clipped = []
     for path in clipped:
         check.add("clipped while scaled", path)
-    for path, slope in slopes.items():
-        if slope > 0:
-            check.add("never unscaled", path)
-        elif not clipped:
-            is_part = _keeps_a_part(check, table, path)
-            check.add("partly unscaled" if is_part else "unscaled twice", path)
+    falling = [path for path, slope in slopes.items() if slope < 0 and not clipped]
+    for path in [path for path, slope in slopes.items() if slope > 0]:
+        check.add("never unscaled", path)
+    # A decay in the optimizer keeps a part too, where all gradients fall.
+    is_part = all(_keeps_a_part(check, table, path) for path in falling)
+    for path in falling:
+        check.add("partly unscaled" if is_part else "unscaled twice", path)
     for path in _slopes(results):
         if path in check.base.after:
             check.add("value is scaled", path)
@@ -156,6 +163,23 @@ def _keeps_a_part(check: Check, table: Mapping[float, Rows], path: Path) -> bool
     if not check.is_optimizer(path):
         others.append(check.base.changes[path].old)
     return not any(abs(last @ x) > 0.9 * largest * np.linalg.norm(x) for x in others)
+
+
+def _is_of_one_size(check: Check, rows: Rows, paths: Sequence[Path]) -> bool:
+    """Whether other weights leave the size of a change: the optimizer clips it.
+
+    Gradients that are unscaled twice are large at a small S, and clipped there.
+    """
+    weights = [
+        p for p in rows if not check.is_optimizer(p) and check.base.changes[p].ndim
+    ]
+    values = {path: 1.5 * host(check.start[path]) + 0.01 for path in weights}
+    run = check.run("other weights", 2.0**_FLAT, values=values)
+    if run is None or not run.is_applied or not all(path in rows for path in paths):
+        return False
+    old = np.linalg.norm([np.linalg.norm(rows[path]) for path in paths])
+    new = np.linalg.norm([np.linalg.norm(run.change(path).step) for path in paths])
+    return bool(np.abs(new - old) < 1e-3 * old)
 
 
 def _stays_first(rows: Sequence[np.ndarray]) -> bool:

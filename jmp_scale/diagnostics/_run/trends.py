@@ -79,10 +79,10 @@ def _loss_findings(
     if current - best > max(0.25 * (first - best), 0.25 * abs(best), 6 * scatter):
         yield "loss diverges", values
 
-    # The loss rose to a multiple of its start, and stayed near it for 100 steps.
+    # The loss rose to a multiple of its start, and stayed near it for 150 steps.
     peak = int(np.argmax(loss))
     rose = loss[peak] > first + 2 * abs(first)
-    if rose and first - current < 0.25 * abs(first) and len(loss) - peak > 100:
+    if rose and first - current < 0.25 * abs(first) and len(loss) - peak > 150:
         yield "loss blew up", {"peak": loss[peak], "step": int(step[peak]), **values}
 
     if len(norms) >= _LEAST_STEPS and current > 0.5 * first:

@@ -678,7 +678,9 @@ def no_loss_scale(inner="adamw"):
         updates, opt = INNER[inner].update(grads, opt, params)
         return optax.apply_updates(params, updates), opt, loss
 
-    return step, (PARAMS, INNER[inner].init(PARAMS), X)
+    dtype = jnp.bfloat16 if inner == "half parameters" else jnp.float32
+    params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+    return step, (params, INNER[inner].init(params), X)
 
 
 def cases(maker, *mistakes, **settings):

@@ -35,6 +35,8 @@ def first_of(kind, cases):
     ]
 
 
+# Only one of these is the cause.
+CAUSES = {"never unscaled", "unscaled twice", "partly unscaled", "clipped while scaled"}
 WRONG_STEPS = [(rule, name) for rule, steps in WRONG.items() for name in steps]
 
 
@@ -46,6 +48,7 @@ def test_a_mistake_is_named_with_its_cure(rule, name):
     assert rule in problems, str(found)
     assert problems[rule].level == RULES[rule].level
     assert RULES[rule].level == "note" or not found.ok
+    assert rule not in CAUSES or CAUSES.intersection(problems) == {rule}
 
 
 QUICK = "step_of", "average, True", "copies", "raw_s", "ensemble", "nnx_step, True"
@@ -349,6 +352,19 @@ def test_the_cure_is_that_of_the_wrapper_around_with_loss_scale(mistake, says):
     cures = {problem.cure for problem in found.problems if problem.level == "error"}
     assert len(cures) == 1
     assert says in cures.pop()
+
+
+def test_states_of_two_optimizers_as_arguments_are_no_chain():
+    average = optax.ema(0.9)
+
+    @jax.jit
+    def step(w, state, old, x):
+        w, state, loss = sgd_step(w, state, x)
+        _, new = average.update(w, old)
+        return w, state, jmp_scale.select_tree(state.applied, new, old), loss
+
+    args = WEIGHTS, SGD.init(WEIGHTS), average.init(WEIGHTS), ROWS
+    assert check_step(step, *args).problems == ()
 
 
 def test_an_old_state_is_the_only_mistake_of_a_step_that_returns_it():

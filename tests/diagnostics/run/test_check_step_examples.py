@@ -147,6 +147,8 @@ STEPS = {
 # Without a step of float32 parameters, of one device, or of their own: a gradient
 # descent by hand, steps of other examples, data_parallel.py is that of multihost.py.
 OTHERS = {"linear_regression", "diagnose", "train_digits", "data_parallel"}
+# These skip no step, and this one checks its step itself.
+OTHERS |= {"bfloat16_equinox", "bfloat16_storage", "from_pytorch"}
 
 
 def test_each_example_is_here():

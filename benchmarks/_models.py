@@ -80,7 +80,8 @@ def transformer(
         else:
             for layer in layers:
                 x = block(x, layer)
-        logits = normalize(x, rest["norm"]) @ rest["tokens"].T
+        with jax.named_scope("head"):
+            logits = normalize(x, rest["norm"]) @ rest["tokens"].T
         return mean_loss(logits, jnp.roll(tokens, -1, axis=1))
 
     def init(key):

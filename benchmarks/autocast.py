@@ -64,6 +64,9 @@ PROGRAMS = {
     "autocast": _autocast,
     "autocast, checkpoint": functools.partial(_autocast, checkpointed=True),
     "autocast, recompute=False": functools.partial(_autocast, recompute=False),
+    "autocast, float32_results=head": functools.partial(
+        _autocast, float32_results="head"
+    ),
     "autocast, dots_saveable": lambda *of: jax.checkpoint(_autocast(*of), policy=SAVED),
     "autocast, recompute=False, dots_saveable": lambda *of: jax.checkpoint(
         _autocast(*of, recompute=False), policy=SAVED

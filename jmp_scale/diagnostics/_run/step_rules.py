@@ -45,7 +45,8 @@ _ERRORS: dict[str, tuple[str, str]] = {
         "Return the state that tx.update returns, and pass it to the next step.",
     ),
     "captured parameters": (
-        "Gradients are the same with other parameters: the loss reads captured ones.",
+        "Gradients are the same with other parameters: the loss reads captured ones "
+        "(or is linear).",
         "Differentiate with respect to the argument: loss_fn(params, batch) reads its "
         "own params.",
     ),

@@ -367,6 +367,24 @@ def test_states_of_two_optimizers_as_arguments_are_no_chain():
     assert check_step(step, *args).problems == ()
 
 
+def test_a_linear_loss_that_is_not_returned_is_no_captured_one_for_sure():
+    adam = jmp_scale.with_loss_scale(optax.adam(0.1), DYNAMIC)
+
+    @jax.jit
+    def step(w, state, x):
+        value_and_grad = jmp_scale.value_and_grad(
+            lambda w: jnp.mean(x @ w["w"]), state.loss_scale
+        )
+        loss, grads = value_and_grad(w)
+        updates, state = adam.update(grads, state, w, value=loss)
+        return optax.apply_updates(w, updates), state
+
+    found = check_step(step, WEIGHTS, adam.init(WEIGHTS), ROWS)
+    assert [(p.rule, p.level) for p in found.problems] == [
+        ("captured parameters", "note")
+    ]
+
+
 def test_an_old_state_is_the_only_mistake_of_a_step_that_returns_it():
     step, args = step_of("old state", inner="sgd")
     problems = check_step(step, *args).problems

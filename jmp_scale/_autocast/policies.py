@@ -140,6 +140,9 @@ def _box() -> Any:
                 if _is_saved(trace.policy, shown.products[k])
             }
             from_saved = shown.from_saved if saved else lambda _, *args: self(*args)
+            if jax.__version_info__ < (0, 12):
+                # There the function closes over what is saved.
+                return outs, functools.partial(from_saved, saved)
             return outs, saved, from_saved
 
     return AutocastProducts

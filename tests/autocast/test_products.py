@@ -189,7 +189,9 @@ def test_a_float32_result_halves_the_error_of_a_head(dtype, options):
         return np.linalg.norm(jax.jit(jax.grad(fun))(w, h) - jax.grad(loss)(w, h))
 
     cast = functools.partial(autocast, loss, dtype, **options)
-    assert error(cast(float32_results="head")) < 0.7 * error(cast())
+    # A backward pass in bfloat16 has an error of its own.
+    share = 0.9 if "backward" in options else 0.7
+    assert error(cast(float32_results="head")) < share * error(cast())
 
 
 def test_a_checkpoint_saves_a_float32_result_as_it_is():

@@ -323,7 +323,8 @@ def test_a_gradient_is_a_float32_sum_that_is_rounded_once(name, dtype):
     fun, *weights = PROGRAMS[name]
     error, wide = errors_of(fun, weights, dtype)
     assert error <= 1.5 * wide + ROUNDING[dtype]
-    assert error < 5e-3
+    # Without a loss scale, float16 loses small cotangents of float32 weights too.
+    assert error < {"bfloat16": 5e-3, "float16": 2e-2}[dtype]
 
 
 def by_closure(fun, dtype):

@@ -34,7 +34,7 @@ from .linear import (
     noting,
     with_value,
 )
-from .marks import meet
+from .marks import Met, meet
 from .policies import in_sight
 from .products import Product, becomes_half, has_products
 from .provenance import Origin, Reading, Step, read
@@ -297,16 +297,16 @@ class Interpreter:
         return in_sight(evaluate, derivative, products, saved_of, self.in_rule)
 
     def _has_float32_result(self, eqn: JaxprEqn) -> bool:
-        met = meet(self.float32_results, eqn)
-        self.notes.found.update(met.found)
-        self.notes.there.update(met.there)
-        return bool(met.found)
+        return bool(self._meet(self.float32_results, eqn).found)
 
     def _is_exempt(self, eqn: JaxprEqn) -> bool:
-        met = meet(self.names, eqn)
+        return self._meet(self.names, eqn).is_exempt or self.in_exempt
+
+    def _meet(self, names: frozenset[str], eqn: JaxprEqn) -> Met:
+        met = meet(names, eqn)
         self.notes.found.update(met.found)
         self.notes.there.update(met.there)
-        return met.is_exempt or self.in_exempt
+        return met
 
     def _as_traced(
         self, step: Step, reading: Reading, values: Values

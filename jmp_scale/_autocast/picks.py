@@ -25,6 +25,7 @@ from .._jaxpr import Atom, JaxprEqn, Var
 from .._types import Leaf
 from .linear import linear
 
+Maker = Callable[[Atom], JaxprEqn | None]
 _MODES = "CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS"
 # Indices of more entries are not computed while a program is read.
 _MOST_INDICES = 2**22
@@ -63,17 +64,15 @@ def has_picks(eqn: JaxprEqn) -> bool:
     return any(map(may_pick, _jaxpr.equations_within(eqn)))
 
 
-def as_pick(
-    eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn], constants: Mapping[Var, Leaf]
-) -> JaxprEqn:
+def as_pick(eqn: JaxprEqn, maker_of: Maker, constants: Mapping[Var, Leaf]) -> JaxprEqn:
     """Returns an equation that compares, or `eqn` if it does not pick one of each row.
 
-    `maker` has the equations of variables, `constants` the values of others.
+    `maker_of` finds the equation of a variable, `constants` has the values of others.
     """
     sizes, rows = _dims(eqn.invars[0]), _dims(eqn.invars[1])[:-1]
     start_indices = eqn.params["dimension_numbers"].start_index_map
     columns = {int(axis): i for i, axis in enumerate(start_indices)}
-    along = _counted(eqn, columns, maker, constants)
+    along = _counted(eqn, columns, maker_of, constants)
     picked = [axis for axis in columns if axis not in along]
     single = [axis for axis, n in enumerate(sizes) if axis not in columns and n == 1]
     dimensions = [along[axis] for axis in sorted(along)]
@@ -98,7 +97,7 @@ def as_pick(
 def _counted(
     eqn: JaxprEqn,
     columns: Mapping[int, int],
-    maker: Mapping[Var, JaxprEqn],
+    maker_of: Maker,
     constants: Mapping[Var, Leaf],
 ) -> dict[int, int]:
     """Returns axes of the array, with the dimension of the indices that counts there.
@@ -109,9 +108,9 @@ def _counted(
     batching = numbers.operand_batching_dims, numbers.start_indices_batching_dims
     found = {int(axis): int(d) for axis, d in zip(*batching, strict=True)}
     *rows, _ = _dims(indices)
-    parts = _columns(indices, maker) if len(columns) > 1 else []
+    parts = _columns(indices, maker_of) if len(columns) > 1 else []
     for axis, part in zip(columns, parts, strict=False):
-        value = _computed(part, maker, constants)
+        value = _computed(part, maker_of, constants)
         if value is None:
             continue
         for d, size in enumerate(rows):
@@ -127,9 +126,9 @@ def _dims(v: Atom) -> tuple[Any, ...]:
     return aval.shape
 
 
-def _columns(indices: Atom, maker: Mapping[Var, JaxprEqn]) -> Sequence[Atom]:
+def _columns(indices: Atom, maker_of: Maker) -> Sequence[Atom]:
     """Returns the arrays of one column each that indices are put together of."""
-    eqn = maker.get(indices) if isinstance(indices, Var) else None
+    eqn = maker_of(indices)
     if eqn is None or eqn.primitive.name != "concatenate":
         return []
     is_single = all(_jaxpr.shape(v)[-1] == 1 for v in eqn.invars)
@@ -137,19 +136,19 @@ def _columns(indices: Atom, maker: Mapping[Var, JaxprEqn]) -> Sequence[Atom]:
 
 
 def _computed(
-    v: Atom, maker: Mapping[Var, JaxprEqn], constants: Mapping[Var, Leaf]
+    v: Atom, maker_of: Maker, constants: Mapping[Var, Leaf]
 ) -> np.ndarray | None:
     """Returns indices that no input changes, such as `jnp.arange(n)`; else None."""
     shape = _dims(v)
     if shape != _jaxpr.shape(v) or _jaxpr.size(v) > _MOST_INDICES:
         return None
-    eqn = maker.get(v) if isinstance(v, Var) else None
+    eqn = maker_of(v)
     if eqn is None:
         return _jaxpr.constant(constants.get(v) if isinstance(v, Var) else v.val)
     name, params = eqn.primitive.name, eqn.params
     if name == "iota":
         return np.indices(shape)[params["dimension"]]
-    values = [_computed(each, maker, constants) for each in eqn.invars]
+    values = [_computed(each, maker_of, constants) for each in eqn.invars]
     operands = [value for value in values if value is not None]
     if len(operands) < len(values):
         return None

@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .. import _jaxpr, _jaxpr_rewrite
-from .._jaxpr import Jaxpr, JaxprEqn, Var, dtype_name, is_float32, variables
+from .._jaxpr import Atom, Jaxpr, JaxprEqn, Var, dtype_name, is_float32, variables
 from .._policy import is_half
 from .._types import Leaf
 from .higher_order import is_entered
@@ -241,8 +241,7 @@ class _Reader:
             product = self._product(eqn)
             return Step("own" if product.dtype else "product", eqn, product)
         if may_pick(eqn) and not self._all(variables(eqn.invars[:1]), "origin"):
-            makers = {v: step.eqn for v, step in self._maker.items()}
-            return Step("other", as_pick(eqn, makers, self._constants))
+            return Step("other", as_pick(eqn, self._equation_of, self._constants))
         reads_stored = any(v in self._stored for v in variables(eqn.invars))
         if reads_stored and is_entered(eqn):
             return Step("call", eqn)
@@ -250,6 +249,10 @@ class _Reader:
             return Step("other" if self._is_exempt(eqn) else "call", eqn)
         is_call = _jaxpr.name_of(eqn) in _CALLS and has_picks(eqn)
         return Step("call" if is_call else "other", eqn)
+
+    def _equation_of(self, atom: Atom) -> JaxprEqn | None:
+        maker = self._maker.get(atom) if isinstance(atom, Var) else None
+        return maker.eqn if maker else None
 
     def _product(self, eqn: JaxprEqn) -> Product:
         (lhs, left), (rhs, right) = map(self._operand, variables(eqn.invars[:2]))

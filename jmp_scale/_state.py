@@ -186,6 +186,11 @@ def is_half_storage(node: PyTree) -> bool:
     return isinstance(node, HalfStorageState)
 
 
+def fields_of(node: PyTree) -> Mapping[str, PyTree]:
+    """Returns the fields of a state, or of the mapping that Flax made of it."""
+    return node if isinstance(node, Mapping) else node._asdict()
+
+
 find_loss_scale_states = functools.partial(find_nodes, is_loss_scale_state)
 find_half_storage = functools.partial(find_nodes, is_half_storage)
 

@@ -17,6 +17,7 @@ from ._half_storage.parameters import (
     split,
 )
 from ._state import (
+    fields_of,
     find_half_storage,
     find_loss_scale_states,
     is_half_storage,
@@ -94,7 +95,7 @@ def without_half_storage(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyT
     """
 
     def plain(node: PyTree) -> PyTree:
-        fields = _fields(node)
+        fields = fields_of(node)
         inner_state = fields.get("inner_state")
         if not jax.tree.leaves(fields.get("rounding_key")):
             return inner_state
@@ -110,7 +111,7 @@ class _OtherFormError(Exception):
 
 def _forms(state: PyTree) -> list[tuple[str, ...]]:
     """Returns the parts that a checkpoint may lack together, the newest form first."""
-    scaled = [_fields(node) for _, node in find_loss_scale_states(state)]
+    scaled = [fields_of(node) for _, node in find_loss_scale_states(state)]
     forms: list[tuple[str, ...]] = [()]
     if any(jax.tree.leaves(fields.get("guard")) for fields in scaled):
         forms.append(("guard",))
@@ -230,12 +231,8 @@ def _replaced(
     return jax.tree.map(replace, tree, is_leaf=lambda x: is_new(x) or has_empty(x))
 
 
-def _fields(node: PyTree) -> Mapping[str, PyTree]:
-    return node if isinstance(node, Mapping) else node._asdict()
-
-
 def _inner_state(node: PyTree) -> PyTree:
-    return _fields(node).get("inner_state")
+    return fields_of(node).get("inner_state")
 
 
 def _without_guard(node: PyTree) -> PyTree:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from .._policy import holds_half
-from .._state import find_half_storage
+from .._state import fields_of, find_half_storage
 from .._tree import leaves_by_name, listed, with_arrays
 from .._types import Leaf, PyTree
 from . import bfloat16
@@ -51,7 +51,7 @@ def remainders(function: str, tree: PyTree) -> dict[str, PyTree]:
     """Finds the remainders in a pytree, by the names of their parameters."""
     found: dict[str, PyTree] = {}
     for _, state in find_half_storage(tree):
-        fields = state if isinstance(state, Mapping) else state._asdict()
+        fields = fields_of(state)
         own = leaves_by_name(with_arrays(fields.get("remainders")))
         for name in sorted(found.keys() & own.keys()):
             raise ValueError(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from .._jaxpr import Program, bytes_per_entry, dtype_name, equations, is_floating
 from .._scaling.finite import all_finite
 from .._scaling.gradients import checked_output, differentiated
 from .._scaling.loss_scale import DynamicLossScale, LossScale, scale_value
@@ -109,6 +110,12 @@ def concrete_arrays(
             "outside of jax.jit, vmap and grad: it compiles what it runs itself"
         )
     return arrays, rejoin
+
+
+def narrow_dtypes(program: Program) -> set[str]:
+    """Returns names of the floating dtypes below 32 bits that a program computes."""
+    made = (v for eqn in equations(program) for v in eqn.outvars)
+    return {dtype_name(v) for v in made if is_floating(v) and bytes_per_entry(v) < 4}
 
 
 def described(value: Any) -> str:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from .._jaxpr import dtype_name, equations
 from .._types import Arrays, Function, PyTree
-from ._backward import Backward, Loss, concrete_arrays, start_of
+from ._backward import Backward, Loss, concrete_arrays, narrow_dtypes, start_of
 from ._tables import percent, power, printed
 from ._timing import Comparison, compare, compiling, markdown
 
@@ -100,8 +99,8 @@ def compare_speed(
         return half.run(s, rejoin(arrays))
 
     s = 1.0
-    if _holds_float16(run_half, jnp.float32(1), arrays):
-        jitted = jax.jit(run_half)
+    jitted = jax.jit(run_half)
+    if "float16" in narrow_dtypes(jitted.trace(jnp.float32(1), arrays).jaxpr):
         start = start_of(function, None)
         _, s = start.found(lambda s: jitted(s, arrays))
         compile_half = compiling(run_half, jnp.float32(s), arrays)
@@ -118,12 +117,6 @@ def compare_speed(
         gradient_of=lambda found: found.leaves,
     )
     return _result(found, s)
-
-
-def _holds_float16(fun: Function, *args: PyTree) -> bool:
-    program = jax.jit(fun).trace(*args).jaxpr
-    made = (v for eqn in equations(program) for v in eqn.outvars)
-    return any(dtype_name(v) == "float16" for v in made)
 
 
 def _result(found: Comparison, s: float) -> SpeedComparison:

@@ -174,10 +174,10 @@ def _cell(value: float | None, form: str) -> str:
 
 def relative_error(grads: PyTree, reference: PyTree) -> float:
     """Returns the norm of the difference of two trees over that of `reference`."""
-    both = (promote_to_float32(tree) for tree in (grads, reference))
-    difference = jax.tree.map(lambda x, y: x - y, *both)
+    grads, reference = map(promote_to_float32, (grads, reference))
+    difference = jax.tree.map(lambda x, y: x - y, grads, reference)
     finite, distance = finite_and_norm(difference)
-    _, norm = finite_and_norm(promote_to_float32(reference))
+    _, norm = finite_and_norm(reference)
     return float(distance) / float(norm) if finite and norm else float("inf")
 
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..._jaxpr import Program, bytes_per_entry, dtype_name, equations, is_floating
 from ..._scaling.finite import all_finite, finite_and_norm
 from ..._scaling.loss_scale import LossScale
 from ..._tree import promote_to_float32
@@ -21,6 +20,7 @@ from .._backward import (
     Loss,
     concrete_arrays,
     described,
+    narrow_dtypes,
     start_of,
 )
 from .._tables import leaf_name, percent, power, printed, table
@@ -178,7 +178,7 @@ def compare_gradients(
     compiled = functools.partial(jax.jit, compiler_options=ALL_ROUNDINGS)
     run = compiled(lambda arrays: full.run(1.0, rejoin(arrays)))
     run_half = compiled(lambda s, arrays: half.run(s, rejoin(arrays)))
-    dtypes = _narrow_dtypes(run_half.trace(jnp.float32(1.0), arrays).jaxpr)
+    dtypes = narrow_dtypes(run_half.trace(jnp.float32(1.0), arrays).jaxpr)
     if loss_scales is None and "float16" in dtypes:
         tried = TRIED
     reference = Reference(run, wide)
@@ -191,12 +191,6 @@ def compare_gradients(
     errors = [[leaf.error for leaf in one.leaves if not leaf.is_noise] for one in at]
     window = window_of(tried, works, errors) if tried else None
     return found._replace(loss_scales=tried, window=window)
-
-
-def _narrow_dtypes(program: Program) -> set[str]:
-    """Returns names of the floating dtypes below 32 bits that a program computes."""
-    made = (v for eqn in equations(program) for v in eqn.outvars)
-    return {dtype_name(v) for v in made if is_floating(v) and bytes_per_entry(v) < 4}
 
 
 class Reference:

@@ -1,13 +1,11 @@
 """`metrics`: finds loss-scale states in a pytree, and returns their scalars."""
 
-from collections.abc import Mapping
-
 import jax
 import jax.numpy as jnp
 
 from ..._scaling.finite import finite_and_norm
 from ..._scaling.loss_scale import LossScale, number_of
-from ..._state import START, LossScaleState, find_loss_scale_states
+from ..._state import START, LossScaleState, fields_of, find_loss_scale_states
 from ..._tree import with_arrays
 from ..._types import PyTree
 from .updates import lost_updates
@@ -83,7 +81,7 @@ def find_states(
 def _plain_state(node: PyTree) -> LossScaleState:
     # Mappings that Flax makes of states contain no configuration: `loss_scale` is then
     # S alone or None, and `guard` a mapping of its statistics.
-    fields = dict(node) if isinstance(node, Mapping) else node._asdict()
+    fields = fields_of(node)
     loss_scale = fields.get("loss_scale")
     if not isinstance(loss_scale, LossScale):
         loss_scale = (loss_scale or {}).get("loss_scale")

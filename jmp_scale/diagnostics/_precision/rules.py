@@ -13,13 +13,11 @@ from jax.extend.core import Var
 from ..._jaxpr import SAME_ENTRIES, Loop, dtype_name, words
 from ..._policy import is_half
 from .._source import Place
-from .equation import Equation, Fact, Finding, Form, Severity, is_integer, is_wide
-from .facts import entries_added, is_inner_product, is_lost, rounded, transfer
+from .equation import Equation, Fact, Finding, Form, Severity
+from .facts import entries_added, is_inner_product, is_lost, rounded
 
 FLOAT16_MAX = 65504
 _LONG = 4096
-_DISTINCT_INTEGERS = {"float16": 2048, "bfloat16": 256}
-_COLLECTIVES = ("psum", "reduce_scatter", "all_reduce", "unreduced_psum")
 _EXPONENTIALS = words("exp exp2 expm1 log log1p pow cumlogsumexp")
 _OVERFLOWING = words("exp exp2 expm1 pow")
 _LARGEST_EXPONENT = 11
@@ -41,13 +39,11 @@ _LONG_BACKWARD_LOOP = 64
 def faults(equation: Equation) -> Iterator[Finding]:
     """Applies all rules to an equation."""
     yield from _half_sum(equation)
-    yield from _half_collective(equation)
     # Transposing creates no square and no exp; a user's backward rule may.
     yield from _half_square(equation)
     yield from _half_exp(equation)
     if not equation.backward:
         yield from _half_constant(equation)
-        yield from _half_integers(equation)
         yield from _half_division(equation)
 
 
@@ -83,21 +79,6 @@ def _summed_in_half(equation: Equation) -> float:
         return count
     factors = [abs(f.single) for f in equation.ins if f.single is not None]
     return count * min(*factors, 1.0) if factors else 0
-
-
-def _half_collective(equation: Equation) -> Iterator[Finding]:
-    halves = [v for v in equation.eqn.invars if is_half(dtype_name(v))]
-    if halves and equation.name.startswith(_COLLECTIVES):
-        dtype = dtype_name(halves[0])
-        overflow = " and can overflow" if dtype == "float16" else ""
-        cure = "cast to float32 before the collective"
-        if equation.backward:
-            # In shard_map: gradients of parameters that all devices share.
-            cure = "make the float32 parameters vary (jax.lax.pcast) before the cast"
-        what = f"a sum over devices in {dtype} rounds at each addition{overflow}"
-        yield equation.finding(
-            "half-collective", "warning", f"{what}; {cure}", halves[0]
-        )
 
 
 def _half_square(equation: Equation) -> Iterator[Finding]:
@@ -186,33 +167,6 @@ def _half_constant(equation: Equation) -> Iterator[Finding]:
         return
     message = f"{what}; {cure}, or compute this in float32"
     yield equation.finding("half-constant", "error", message)
-
-
-def _half_integers(equation: Equation) -> Iterator[Finding]:
-    if not is_half(equation.result) or equation.name not in (
-        "iota",
-        "convert_element_type",
-    ):
-        return
-    if equation.name == "iota":
-        (fact,) = transfer(equation.eqn, ())
-        counts = "linspace" not in equation.place().calls  # its points are not integers
-    else:
-        fact = equation.ins[0]
-        is_array = is_wide(equation.source) and fact.single is None
-        counts = is_integer(equation.source) or (fact.integral and is_array)
-    limit = _DISTINCT_INTEGERS[equation.result]
-    is_exact = (
-        fact.single is not None and rounded(fact.low, equation.result) == fact.low
-    )
-    if not counts or is_exact or not limit < fact.magnitude < math.inf:
-        return
-    message = (
-        f"integers up to {fact.magnitude:,.0f} are cast to {equation.result}, which "
-        f"tells them apart only up to {limit:,}; keep them integers or compute in "
-        "float32"
-    )
-    yield equation.finding("half-integers", "error", message)
 
 
 def _half_division(equation: Equation) -> Iterator[Finding]:

@@ -82,9 +82,7 @@ OF_FLOAT32 = {
 STEPS = {
     "running_sum": lambda total, row: total + row,  # !half-carry
     "moving_average": lambda average, row: 0.99 * average + 0.01 * row,  # !half-carry
-    "moving_by_difference": lambda old, row: old + 0.01 * (row - old),  # !half-carry
     "wide_sum": lambda total, row: (total.astype(F32) + row).astype(F16),  # !half-carry
-    "masked_sum": lambda old, row: jnp.where(row > 0, old + row, old),  # !half-carry
 }
 
 
@@ -142,16 +140,6 @@ def epsilon_before_the_divisor(h: F16):
 def epsilon_in_a_root_below(h: F16):
     root = jnp.sqrt(jnp.mean(jnp.abs(h)) + 1e-8)  # !half-division
     return h / root
-
-
-def running_sum_in_a_branch(x):
-    h = lax.stop_gradient(x).astype(F16)
-
-    def body(i, total):
-        add = lambda total: total + h[0]  # noqa: E731
-        return lax.cond(i > 5, add, jnp.positive, total)  # !half-carry
-
-    return lax.fori_loop(0, 64, body, F16(0))
 
 
 def running_sum_in_while(x):

@@ -8,16 +8,14 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal
 
-from ... import _jaxpr
 from ..._jaxpr import SAME_ENTRIES, Atom, constant, dtype_name, shape, size, words
 from ..._types import Function
-from .equation import INF, Fact, Form, is_integer, is_wide
+from .equation import INF, Fact, is_integer, is_wide
 
 _MOST_OF_A_MASK = 8
 _NUMBERS = ("float", "bfloat", "int", "uint")
-_SLICE_GRADIENTS = words("dynamic_update_slice pad scatter scatter-add")
 
 
 def rounded(value: Any, dtype: str) -> Any:
@@ -68,7 +66,6 @@ def of_atom(atom: Atom) -> Fact:
 
 def join(a: Fact, b: Fact) -> Fact:
     """Returns the fact of an array whose elements are taken from either of two."""
-    carries = {*a.forms, *b.forms}
     return replace(
         a,
         low=min(a.low, b.low),
@@ -79,26 +76,24 @@ def join(a: Fact, b: Fact) -> Fact:
         summed=max(a.summed, b.summed),
         squared=a.squared or b.squared,
         maker=None,
-        forms={v: max(x.forms[v] for x in (a, b) if v in x.forms) for v in carries},
     )
 
 
 def transfer(eqn: JaxprEqn, facts: Sequence[Fact]) -> list[Fact]:
     """Returns the facts of the outputs of an equation without nested jaxprs."""
-    outs = opaque(eqn, facts)
+    outs = opaque(eqn)
     if len(outs) == 1:
         rule = _RULES.get(eqn.primitive.name)
         fact = outs[0] if rule is None else rule(eqn, *facts)
         parameters = any(f.parameters for f in facts)
         parameters &= all(f.parameters or f.single is not None for f in facts)
-        outs = [replace(fact, parameters=parameters, forms=_forms(eqn, facts))]
+        outs = [replace(fact, parameters=parameters)]
     return outs
 
 
-def opaque(eqn: JaxprEqn, facts: Iterable[Fact]) -> list[Fact]:
+def opaque(eqn: JaxprEqn) -> list[Fact]:
     """Returns the facts of the outputs of an equation that cannot be read."""
-    forms = opaque_forms(facts)
-    return [replace(of_atom(v), forms=forms) for v in eqn.outvars]
+    return [of_atom(v) for v in eqn.outvars]
 
 
 # Bounds, extremes, epsilons and sums.
@@ -259,44 +254,3 @@ def is_inner_product(eqn: JaxprEqn) -> bool:
     """Whether a product multiplies vectors, for each index of the batch."""
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
     return len(contracted) + len(batch) == len(shape(eqn.invars[0]))
-
-
-# How a value depends on the carries of the loops around it.
-
-
-def opaque_forms(facts: Iterable[Fact]) -> dict[Var, Form]:
-    return {carry: Form.OTHER for fact in facts for carry in fact.forms}
-
-
-def _forms(eqn: JaxprEqn, facts: Sequence[Fact]) -> dict[Var, Form]:
-    carries = {carry for fact in facts for carry in fact.forms}
-    return {carry: _form(eqn, facts, carry) for carry in carries}
-
-
-def _form(eqn: JaxprEqn, facts: Sequence[Fact], carry: Var) -> Form:
-    ins = [fact.forms.get(carry, 0) for fact in facts]
-    if Form.OTHER in ins:
-        return Form.OTHER
-    match eqn.primitive.name:
-        case name if name in SAME_ENTRIES or name == "neg":
-            return Form(ins[0]) if not any(ins[1:]) else Form.OTHER
-        case "add" | "sub" | "add_any":
-            slices = [f.maker and f.maker.name in _SLICE_GRADIENTS for f in facts]
-            if any(slices):  # to other elements each time, such as those of `x[i]`
-                return Form.OTHER
-            return Form(max(ins)) if all(ins) else Form.SUM
-        case "mul" if not all(ins) and _is_number(eqn.invars[0 if ins[1] else 1], eqn):
-            return Form(max(ins))
-        case "div" if not ins[1] and _is_number(eqn.invars[1], eqn):
-            return Form(ins[0])
-        case "select_n" if not ins[0]:
-            return Form(max(ins))
-        case "scatter-add" if not any(ins[1:]):
-            return Form.SUM
-    return Form.OTHER
-
-
-def _is_number(factor: Atom, eqn: JaxprEqn) -> bool:
-    # A decay rate is one number, whereas a gate has the size of the state.
-    is_scalar = size(factor) == 1 and size(eqn.outvars[0]) > 1
-    return is_scalar or _jaxpr.is_literal(factor)

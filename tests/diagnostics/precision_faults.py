@@ -23,7 +23,6 @@ OF_FLOAT16 = {
     "sum_of_many_in_float16": lambda h: jnp.tile(h, 2000).sum(),  # !half-sum:error
     "einsum_sum": lambda h: jnp.einsum("i->", jnp.tile(h, 100)),  # !half-sum
     "cumulative_sum": lambda h: jnp.cumsum(jnp.tile(h, 100))[-1],  # !half-sum
-    "product_with_ones": lambda h: jnp.tile(h, 100) @ jnp.ones(6400, F16),  # !half-sum
     "sum_with_a_mask": lambda h: jnp.sum(jnp.tile(h, 99), where=h[0] > 0),  # !half-sum
     "square": lambda h: h**2,  # !half-square
     "square_by_product": lambda h: h * h,  # !half-square
@@ -31,9 +30,7 @@ OF_FLOAT16 = {
     "cube": lambda h: h**3,  # !half-square
     "power_of_65": lambda h: jnp.clip(h, 1, 6e4) ** 65,  # !half-square
     "norm": lambda h: jnp.linalg.norm(h),  # !half-square
-    "inner_product": lambda h: h @ h,  # !half-square
     "square_of_absolute": lambda h: jnp.mean(jnp.abs(h) ** 2),  # !half-square
-    "variance": lambda h: jnp.var(h),  # !half-square
     "exponential": lambda h: jnp.exp(h),  # !half-exp
     "power": lambda h: jnp.abs(h) ** 0.7,  # !half-exp
     "logsumexp": lambda h: jax.nn.logsumexp(h),  # !half-exp
@@ -88,11 +85,6 @@ STEPS = {
 
 def reversed_sum(x):
     return lax.cumsum(jnp.tile(x, 99), reverse=True).astype(F16)[0]  # !half-sum
-
-
-def inner_products(x: F16):
-    h = x.reshape(8, 8)
-    return jnp.einsum("ij,ij->i", h, h)  # !half-square
 
 
 def sum_over_a_window(x: F16):

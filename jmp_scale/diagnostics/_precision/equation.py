@@ -67,7 +67,6 @@ class Fact:
     # Result if the other operand is 0: eps for x + eps; None without a constant.
     epsilon: float | None = None
     summed: float = 0.0  # number of float32 elements summed
-    squared: bool = False  # squares, or sums of squares, in float32
     maker: "Equation | None" = None  # it computed their array, inside of calls
     parameters: bool = False  # whether it is computed from parameters and constants
     carries: frozenset[Var] = frozenset()  # of the loops around, that it depends on

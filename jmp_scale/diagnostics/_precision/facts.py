@@ -74,7 +74,6 @@ def join(a: Fact, b: Fact) -> Fact:
         extreme=a.extreme or b.extreme,
         epsilon=None,
         summed=max(a.summed, b.summed),
-        squared=a.squared or b.squared,
         maker=None,
     )
 
@@ -132,7 +131,6 @@ def _computed(fun: Function, eqn: JaxprEqn, *facts: Fact) -> Fact:
         extreme=next(filter(is_lost, extremes), 0.0),
         epsilon=None if epsilon is None else result(epsilon),
         summed=abs(result(x.summed)) if x.summed and is_wide(dtype) else 0.0,
-        squared=x.squared and is_wide(dtype) and name != "sqrt",
     )
 
 
@@ -162,8 +160,7 @@ def _mul(eqn: JaxprEqn, x: Fact, y: Fact) -> Fact:
 def _power(eqn: JaxprEqn, x: Fact, exponent: int) -> Fact:
     if exponent < 2:  # no rule needs bounds of 1/x and x^0
         return Fact()
-    fact = _computed(lambda x: x**exponent, eqn, x)
-    return replace(fact, summed=0.0, squared=is_wide(dtype_name(eqn.outvars[0])))
+    return replace(_computed(lambda x: x**exponent, eqn, x), summed=0.0)
 
 
 def _sqrt(eqn: JaxprEqn, x: Fact) -> Fact:
@@ -188,7 +185,7 @@ def _sum(eqn: JaxprEqn, x: Fact) -> Fact:
     count = max(entries_added(eqn), 1)
     wide = is_wide(dtype_name(eqn.outvars[0]))
     summed = max(x.summed, 1.0) * count if wide else 0.0
-    return Fact(x.low * count, x.high * count, summed=summed, squared=x.squared)
+    return Fact(x.low * count, x.high * count, summed=summed)
 
 
 def _iota(eqn: JaxprEqn) -> Fact:
@@ -248,9 +245,3 @@ def entries_added(eqn: JaxprEqn) -> int:
             (contracted, _), _ = eqn.params["dimension_numbers"]
             return math.prod(shape(eqn.invars[0])[axis] for axis in contracted)
     return 0
-
-
-def is_inner_product(eqn: JaxprEqn) -> bool:
-    """Whether a product multiplies vectors, for each index of the batch."""
-    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
-    return len(contracted) + len(batch) == len(shape(eqn.invars[0]))

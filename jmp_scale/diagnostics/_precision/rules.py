@@ -14,7 +14,7 @@ from ..._jaxpr import SAME_ENTRIES, Loop, dtype_name, is_literal, size, words
 from ..._policy import is_half
 from .._source import Place
 from .equation import Equation, Fact, Finding, Severity
-from .facts import entries_added, is_inner_product, is_lost, rounded
+from .facts import entries_added, is_lost, rounded
 
 FLOAT16_MAX = 65504
 _LONG = 4096
@@ -28,10 +28,6 @@ _SAFE_FUNCTIONS = words(
     "celu elu gelu hard_silu hard_swish log_sigmoid mish relu selu sigmoid silu "
     "soft_sign softplus sparse_plus squareplus swish"
 )
-_CASTS = words("array asarray astype _astype convert_element_type _ScalarMeta.__call__")
-# Frames between a user's call and a method of an array, or a tree map.
-_PASS_ON = words("meth <genexpr> tree_map map")
-_CASTERS = words("jax jmp jmp_scale optax")
 _NOT_ZERO = {"div": 1, "rsqrt": 0, "log": 0, "sqrt": 0}  # positions of operands
 _LONG_BACKWARD_LOOP = 64
 _ADDITIONS = ("add", "add_any", "sub")
@@ -52,9 +48,8 @@ def faults(equation: Equation) -> Iterator[Finding]:
 def _half_sum(equation: Equation) -> Iterator[Finding]:
     if not is_half(equation.result):
         return
-    # A product with ones accumulates in float32, like all matrix products.
-    comes_back = equation.narrows or equation.name == "dot_general"
-    count = equation.ins[0].summed if equation.narrows else _summed_in_half(equation)
+    comes_back = equation.narrows
+    count = equation.ins[0].summed if comes_back else _summed_in_half(equation)
     if count < _LONG:
         return
     harms = ["overflows at 65,504"] if equation.result == "float16" else []
@@ -75,31 +70,20 @@ def _half_sum(equation: Equation) -> Iterator[Finding]:
     yield equation.finding("half-sum", severity, f"{what}; {cure}")
 
 
-def _summed_in_half(equation: Equation) -> float:
-    count = entries_added(equation.eqn) if is_half(equation.source) else 0
-    if equation.name != "dot_general":
-        return count
-    factors = [abs(f.single) for f in equation.ins if f.single is not None]
-    return count * min(*factors, 1.0) if factors else 0
+def _summed_in_half(equation: Equation) -> int:
+    # Matrix products accumulate in float32.
+    is_sum = is_half(equation.source) and equation.name != "dot_general"
+    return entries_added(equation.eqn) if is_sum else 0
 
 
 def _half_square(equation: Equation) -> Iterator[Finding]:
-    if equation.result != "float16":
+    times = _power_of_one_value(equation)
+    if equation.source != "float16" or times < 2:
         return
-    if equation.narrows:
-        what, times = "a square comes back", 2
-        squared = equation.ins[0].squared and equation.ins[0].high > FLOAT16_MAX
-        # If the user wrote the cast, the mean square may well be in range.
-        if not squared or equation.backward or _is_cast_by_user(equation.place()):
-            return
-    else:
-        times = _power_of_one_value(equation)
-        what = f"a {'square' if times == 2 else f'power of {times}'} is computed"
-        if equation.source != "float16" or times < 2:
-            return
-        in_range = equation.ins[0].magnitude <= FLOAT16_MAX ** (1 / times)
-        if in_range or _is_safe(equation.place()):
-            return
+    in_range = equation.ins[0].magnitude <= FLOAT16_MAX ** (1 / times)
+    if in_range or _is_safe(equation.place()):
+        return
+    what = f"a {'square' if times == 2 else f'power of {times}'} is computed"
     largest = math.ceil(65520 ** (1 / times))
     message = (
         f"{what} in float16, which overflows for entries of {largest} and more; cast "
@@ -108,24 +92,12 @@ def _half_square(equation: Equation) -> Iterator[Finding]:
     yield equation.finding("half-square", "warning", message)
 
 
-def _is_cast_by_user(place: Place) -> bool:
-    """Whether the user wrote a cast, in contrast to one inside a library function."""
-    if not place.packages <= _CASTERS:
-        return False
-    calls = [call.rpartition("<locals>.")[2] for call in place.calls]
-    named = [call for call in calls if call not in _PASS_ON]
-    return bool(named) and (named[-1] in _CASTS or "cast" in named[-1])
-
-
 def _power_of_one_value(equation: Equation) -> int:
     """Returns the exponent if an operation is a power of one value, else 0."""
     if equation.name == "integer_pow":
         return equation.eqn.params["y"]
-    same = len(equation.ins) > 1 and equation.ins[0] is equation.ins[1]
-    # A vector with itself is squared; a Gram matrix is a product.
-    inner = equation.name == "dot_general" and same and is_inner_product(equation.eqn)
-    square = inner or equation.name == "square" or (equation.name == "mul" and same)
-    return 2 if square else 0
+    same = equation.name == "mul" and equation.ins[0] is equation.ins[1]
+    return 2 if same or equation.name == "square" else 0
 
 
 def _half_exp(equation: Equation) -> Iterator[Finding]:
@@ -172,9 +144,7 @@ def _half_constant(equation: Equation) -> Iterator[Finding]:
 
 
 def _half_division(equation: Equation) -> Iterator[Finding]:
-    is_inverse = equation.name == "pow" and equation.ins[1].high < 0
-    is_inverse |= equation.name == "integer_pow" and equation.eqn.params["y"] < 0
-    at = 0 if is_inverse else _NOT_ZERO.get(equation.name)
+    at = _NOT_ZERO.get(equation.name)
     if (
         at is None
         or equation.ins[at].epsilon != 0.0

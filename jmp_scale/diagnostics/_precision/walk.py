@@ -132,9 +132,6 @@ class Walk:
             results = []
             for body in bodies:
                 results.append(self._run(body, ins[1:], equation))
-                if eqn.params.get("branches_platforms"):
-                    # Only one branch runs on a machine; count the work of the first.
-                    equation = equation._replace(times=0)
             outs = [
                 functools.reduce(join, cases) for cases in zip(*results, strict=True)
             ]

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("ranks_promote")
 
 # One or two of each rule: the others differ in the operation, not in where it runs.
 SOME = """
-    sum_in_float16 gradient_of_a_bias cumulative_sum square variance
+    sum_in_float16 gradient_of_a_bias cumulative_sum square norm
     exponential softmax mask_constant mask_by_full mask_by_scalar_type
     epsilon_in_a_division epsilon_in_a_root_below
     running_sum moving_average

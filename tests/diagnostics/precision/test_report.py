@@ -48,11 +48,6 @@ def mean_of_half(w, x):
     return jnp.mean(y)  # !half-loss
 
 
-def inner_products_of_a_loss(w, x):
-    h = product(w, x).reshape(-1)
-    return jnp.vdot(h, h)
-
-
 def maximum_of_an_indexed_array(w, x):
     half = (x @ w).astype(F16)
     best = lambda i, best: jnp.maximum(best, half[i % 16])  # noqa: E731
@@ -91,7 +86,7 @@ def forward_and_backward(w, x):
 
 
 LOSSES = [
-    loss_in_half, mean_of_half, inner_products_of_a_loss, maximum_of_an_indexed_array,
+    loss_in_half, mean_of_half, maximum_of_an_indexed_array,
     float32_sums_over_half_precision, accumulated_gradients, forward_and_backward,
     residual_stream_of_inner_loops,
 ]  # fmt: skip

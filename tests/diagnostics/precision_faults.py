@@ -47,7 +47,6 @@ OF_FLOAT16 = {
     "lost_clip": lambda h: jnp.clip(h, 1e-8, 1.0),  # !half-constant
     "large_clip": lambda h: jnp.clip(h, -1e5, 1e5),  # !half-constant
     "large_factor": lambda h: h * 1e5,  # !half-constant
-    "division_by_a_tiny_constant": lambda h: h / 1e-8,  # !half-constant
     "epsilon_in_a_division": lambda h: h / (jnp.sum(h) + 1e-8),  # !half-division
     "epsilon_in_a_reciprocal": lambda h: 1 / (jnp.abs(h) + 1e-12),  # !half-division
     "epsilon_in_rsqrt": lambda h: lax.rsqrt(jnp.abs(h) + 1e-8),  # !half-division
@@ -95,11 +94,6 @@ def sum_over_a_window(x: F16):
 
 def segment_sum(x: F16):
     return jax.ops.segment_sum(jnp.tile(x, 200), jnp.zeros(12800, int), 2)  # !half-sum
-
-
-def mask_added_in_float32(x):
-    bias = jnp.where(x > 0, 0.0, -1e9)
-    return jnp.sin((x + bias).astype(F16))  # !half-constant
 
 
 def mask_by_full(h: F16):

@@ -5,7 +5,6 @@ docs/precision.md has the table of the rules, with programs and remedies.
 """
 
 import math
-import re
 from collections.abc import Iterator
 
 from jax.extend.core import Var
@@ -21,7 +20,6 @@ _LONG = 4096
 _EXPONENTIALS = words("exp exp2 expm1 log log1p pow cumlogsumexp")
 _OVERFLOWING = words("exp exp2 expm1 pow")
 _LARGEST_EXPONENT = 11
-_CONVOLUTION = re.compile(r"_?conv(?!ert)", re.IGNORECASE)
 
 # Functions of jax.nn that handle large arguments themselves.
 _SAFE_FUNCTIONS = words(
@@ -50,7 +48,8 @@ def _half_sum(equation: Equation) -> Iterator[Finding]:
         return
     comes_back = equation.narrows
     count = equation.ins[0].summed if comes_back else _summed_in_half(equation)
-    if count < _LONG:
+    # A gradient that is summed in float32 and rounded once is right.
+    if count < _LONG or (comes_back and equation.backward):
         return
     harms = ["overflows at 65,504"] if equation.result == "float16" else []
     wrong = count >= FLOAT16_MAX and (harms or not comes_back)
@@ -59,11 +58,9 @@ def _half_sum(equation: Equation) -> Iterator[Finding]:
     how = "comes back" if comes_back else "accumulates"
     if not comes_back:
         harms.append("drops small terms")
-    if equation.backward and not comes_back:
+    if equation.backward:
         cure = "broadcast the smaller operand in float32, then cast it"
-        # A user cannot change this inside a convolution of Flax or Equinox.
-        place = equation.place()
-        if place.library and any(map(_CONVOLUTION.match, place.calls)):
+        if equation.place().library:  # whose code a user cannot change
             severity = "note"
     harm = " and ".join(harms) or "keeps two digits"
     what = f"a sum of {count:,.0f} entries {how} in {equation.result}, which {harm}"
@@ -123,22 +120,17 @@ def _is_safe(place: Place) -> bool:
 
 
 def _half_constant(equation: Equation) -> Iterator[Finding]:
-    if not is_half(equation.result):
+    if equation.name != "convert_element_type" or not is_half(equation.result):
         return
-    constant = (
-        equation.ins[0].extreme if equation.name == "convert_element_type" else 0.0
-    )
-    if is_lost(constant, equation.result):
-        held = rounded(constant, equation.result)
-        becomes = "0" if held == 0 else "infinite" if held > 0 else "minus infinity"
-        what = f"the constant {constant:.6g} becomes {becomes} in {equation.result}"
-        cure = f"use jnp.finfo({equation.result}).min or .max"
-        if held == 0:
-            cure = "use a constant of at least 1e-4"
-    elif equation.name == "div" and equation.ins[1].single == 0:
-        what, cure = f"the divisor is 0 in {equation.result}", "use one that it holds"
-    else:
+    constant = equation.ins[0].extreme
+    if not is_lost(constant, equation.result):
         return
+    held = rounded(constant, equation.result)
+    becomes = "0" if held == 0 else "infinite" if held > 0 else "minus infinity"
+    what = f"the constant {constant:.6g} becomes {becomes} in {equation.result}"
+    cure = f"use jnp.finfo({equation.result}).min or .max"
+    if held == 0:
+        cure = "use a constant of at least 1e-4"
     message = f"{what}; {cure}, or compute this in float32"
     yield equation.finding("half-constant", "error", message)
 

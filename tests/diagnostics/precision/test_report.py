@@ -38,14 +38,14 @@ def line_of(function):
 # Losses of W and X, with what is found in them.
 
 
-def loss_in_half(w, x):
+def loss_in_half(w, x):  # !half-loss
     y = x @ w
-    return jnp.mean(y).astype(F16)  # !half-loss
+    return jnp.mean(y).astype(F16)
 
 
-def mean_of_half(w, x):
+def mean_of_half(w, x):  # !half-loss
     y = (x @ w).astype(F16)
-    return jnp.mean(y)  # !half-loss
+    return jnp.mean(y)
 
 
 def maximum_of_an_indexed_array(w, x):
@@ -127,9 +127,9 @@ def test_a_half_loss_made_in_a_helper_stands_in_the_function_given():
     def helper(y):
         return jnp.mean(y).astype(BF16)
 
-    def loss(w, x):
+    def loss(w, x):  # !half-loss
         y = x @ w
-        return helper(y), {"x": x.astype(F16), "name": "aux"}  # !half-loss
+        return helper(y), {"x": x.astype(F16), "name": "aux"}
 
     assert_finds([loss], loss, W, X, has_aux=True)
 
@@ -220,15 +220,13 @@ def test_faults_in_a_backward_rule_stand_at_the_line_of_the_call():
         return 2 * x
 
     def backward(x, cotangent):
-        weight = jnp.exp(x)
-        total = jnp.sum(jnp.tile(x, (1000, 1)))
-        return (cotangent * weight + total,)
+        return (cotangent * jnp.exp(x),)
 
     double.defvjp(lambda x: (2 * x, x), backward)
 
     def loss(w, x):
         h = x.astype(F16) @ w.astype(F16)
-        return jnp.mean(double(h).astype(F32))  # !half-exp !half-sum:error
+        return jnp.mean(double(h).astype(F32))  # !half-exp
 
     for fun in (loss, jax.jit(loss)):
         report = assert_finds([loss], fun, W, X)

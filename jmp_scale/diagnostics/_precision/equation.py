@@ -67,7 +67,6 @@ class Fact:
     epsilon: float | None = None
     summed: float = 0.0  # number of float32 elements summed
     maker: "Equation | None" = None  # it computed their array, inside of calls
-    parameters: bool = False  # whether it is computed from parameters and constants
     carries: frozenset[Var] = frozenset()  # of the loops around, that it depends on
 
     @property

@@ -81,10 +81,7 @@ def transfer(eqn: JaxprEqn, facts: Sequence[Fact]) -> list[Fact]:
     outs = opaque(eqn)
     if len(outs) == 1:
         rule = _RULES.get(eqn.primitive.name)
-        fact = outs[0] if rule is None else rule(eqn, *facts)
-        parameters = any(f.parameters for f in facts)
-        parameters &= all(f.parameters or f.single is not None for f in facts)
-        outs = [replace(fact, parameters=parameters)]
+        outs = outs if rule is None else [rule(eqn, *facts)]
     return outs
 
 

@@ -10,7 +10,6 @@ import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr
 
-from ..._autocast.products import is_partly_half
 from ..._policy import is_half
 from ..._state import find_half_storage
 from ..._tree import is_array, split_arrays
@@ -103,7 +102,7 @@ def precision_report(
         differentiated, pair = _trace(transform(checked_fun, **keywords), args)
     loss = output[0] if has_aux else output
     gradients = pair[1] if isinstance(pair, tuple) and len(pair) == 2 else None
-    forward = Walk(zero).through(program, caller, _parameters(args, argnums))
+    forward = Walk(zero).through(program, caller)
     backward = Walk(zero, differentiated=True).through(differentiated, caller)
     operations = work.operations(backward.products)
     keeps_digits = find_half_storage((args, opt_state))
@@ -112,7 +111,6 @@ def precision_report(
         *_overflowing_constants(forward, infinite),
         *forward.found,
         *_half_loss(loss, fun, caller),
-        *_products_of_parameters(forward),
         *backward.found,
         # autocast left products in float32 on purpose, so the user need not cast them.
         *(() if forward.autocasts else work.full_matmuls(backward.products)),
@@ -135,14 +133,6 @@ def _trace(fun: Function, args: tuple[PyTree, ...]) -> tuple[ClosedJaxpr, PyTree
         return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, out)
 
     return jax.make_jaxpr(on_arrays, return_shape=True)(*arrays)
-
-
-def _parameters(args: tuple[PyTree, ...], argnums: int | Sequence[int]) -> range:
-    """Returns positions in the trace of the first differentiated argument's arrays."""
-    numbers = jax.tree.leaves(argnums)
-    first = numbers[0] % len(args) if isinstance(numbers[0], int) else 0
-    start, end = (len(split_arrays(args[:n])[0]) for n in (first, first + 1))
-    return range(start, end)
 
 
 @contextlib.contextmanager
@@ -224,29 +214,6 @@ def _overflowing_constants(forward: Walk, lines: set[SourceLine]) -> Iterator[Fi
         )
         for line in lines - {(None, None)}:
             yield finding_at(Place(*line), "half-constant", "error", message, dtype)
-
-
-def _products_of_parameters(forward: Walk) -> Iterator[Finding]:
-    """Finds half-precision products of parameters alone, such as those of LoRA."""
-    for equation in forward.products if forward.autocasts else ():
-        if not is_partly_half(equation.eqn) or not all(
-            f.parameters for f in equation.ins[:2]
-        ):
-            continue
-        overflow = ", where they can overflow" if equation.source == "float16" else ""
-        origin = ""
-        cure = (
-            "multiply the activations by one parameter after the other, x @ a @ b for "
-            "x @ (a @ b), or keep the product in float32 (keep_float32)"
-        )
-        if equation.backward:
-            origin = " in the backward pass of an inner jax.grad"
-            cure = "keep the product of this line in float32 (keep_float32)"
-        message = (
-            f"a product of parameters alone{origin}: their gradients pass through "
-            f"{equation.source}{overflow}; {cure}"
-        )
-        yield equation.finding("half-parameters", "warning", message)
 
 
 def _by_line(found: list[Finding]) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ are those that hold in every iteration.
 """
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,15 +40,9 @@ class Walk:
         self._lost = lost
         self._differentiated = differentiated
 
-    def through(
-        self, program: ClosedJaxpr, caller: Place, parameters: Collection[int] = ()
-    ) -> "Walk":
-        """Walks through a program; `parameters` are positions of its inputs."""
-        inner, _ = open_jaxpr(program)
-        facts = [
-            replace(of_atom(v), parameters=i in parameters)
-            for i, v in enumerate(inner.invars)
-        ]
+    def through(self, program: ClosedJaxpr, caller: Place) -> "Walk":
+        """Walks through a program."""
+        facts = [of_atom(v) for v in open_jaxpr(program)[0].invars]
         no_equation: Any = None  # contains a whole program
         self._run(program, facts, Equation(no_equation, lambda: caller))
         return self
@@ -95,9 +89,7 @@ class Walk:
         return self._operation(equation)
 
     def _leave_unread(self, equation: Equation) -> None:
-        # The callback of Equinox's `error_if` computes nothing.
-        computes = "debug" not in equation.name and not self._differentiated
-        if computes and not any("error_if" in call for call in equation.place().calls):
+        if "debug" not in equation.name and not self._differentiated:
             self.unread.append((equation.name, equation.place()))
 
     def _operation(self, equation: Equation) -> list[Fact]:

@@ -42,8 +42,6 @@ OF_FLOAT16 = {
     "exp2": lambda h: jnp.exp2(h),  # !half-exp
     "logarithm": lambda h: jnp.log(jnp.abs(h) + 1),  # !half-exp
     "power_function": lambda h: jnp.power(jnp.abs(h) + 1, h),  # !half-exp
-    "argmax": lambda h: jnp.argmax(jnp.tile(h, 100)).astype(F16),  # !half-integers
-    "integers_beside_half": lambda h: h[0] * jnp.arange(3000),  # !half-integers
     "mask_constant": lambda h: jnp.where(h > 0, h, -1e9),  # !half-constant
     "mask_times_constant": lambda h: h + (h > 0).astype(F16) * -1e9,  # !half-constant
     "mask_by_scalar_type": lambda h: jnp.where(h > 0, h, F16(-1e9)),  # !half-constant
@@ -73,15 +71,9 @@ OF_BFLOAT16 = {
     "least_in_bfloat16": lambda h: jnp.where(h > 0, h, LEAST),  # !half-constant
 }
 OF_FLOAT32 = {
-    "integers": lambda x: jnp.sin(jnp.arange(5000).astype(F16)),  # !half-integers
-    "bf16_integers": lambda x: jnp.sin(jnp.arange(999).astype(BF16)),  # !half-integers
-    "half_integers": lambda x: jnp.sin(jnp.arange(5000, dtype=F16)),  # !half-integers
     "cast_sum": lambda x: jnp.sin(jnp.sum(jnp.tile(x, 100)).astype(F16)),  # !half-sum
     "cast_cumsum": lambda x: jnp.cumsum(jnp.tile(x, 100)).astype(F16)[-1],  # !half-sum
-    "cast_numbers": lambda x: jnp.arange(9999.0).astype(F16),  # !half-integers
-    "odd_integers": lambda x: (2 * jnp.arange(1500) + 7).astype(F16),  # !half-integers
     "cast_mask": lambda x: jnp.where(x > 0, 0.0, -1e9).astype(F16),  # !half-constant
-    "samples": lambda x: (x * 100).astype(jnp.int16).astype(F16),  # !half-integers
     "gradient_of_a_bias": lambda x: ROWS + x[:2].astype(F16),  # !half-sum
     "gradient_of_a_factor": lambda x: ROWS * x[:2].astype(F16),  # !half-sum
     "cast_epsilon": lambda x: F16(1) / (abs(x) + 1e-8).astype(F16),  # !half-division
@@ -90,9 +82,7 @@ OF_FLOAT32 = {
 STEPS = {
     "running_sum": lambda total, row: total + row,  # !half-carry
     "moving_average": lambda average, row: 0.99 * average + 0.01 * row,  # !half-carry
-    "moving_by_difference": lambda old, row: old + 0.01 * (row - old),  # !half-carry
     "wide_sum": lambda total, row: (total.astype(F32) + row).astype(F16),  # !half-carry
-    "masked_sum": lambda old, row: jnp.where(row > 0, old + row, old),  # !half-carry
 }
 
 
@@ -150,16 +140,6 @@ def epsilon_before_the_divisor(h: F16):
 def epsilon_in_a_root_below(h: F16):
     root = jnp.sqrt(jnp.mean(jnp.abs(h)) + 1e-8)  # !half-division
     return h / root
-
-
-def running_sum_in_a_branch(x):
-    h = lax.stop_gradient(x).astype(F16)
-
-    def body(i, total):
-        add = lambda total: total + h[0]  # noqa: E731
-        return lax.cond(i > 5, add, jnp.positive, total)  # !half-carry
-
-    return lax.fori_loop(0, 64, body, F16(0))
 
 
 def running_sum_in_while(x):

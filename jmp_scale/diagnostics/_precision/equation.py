@@ -1,9 +1,8 @@
 """A `Finding` about a line, a `Equation` of the program, and a `Fact` about a value."""
 
 import dataclasses
-import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from jax.extend.core import JaxprEqn, Var
@@ -57,14 +56,6 @@ def location(line: SourceLine) -> str:
     return f"{line[0]}:{line[1]}" if line[0] else "<unknown line>"
 
 
-class Form(enum.IntEnum):
-    """How a value in an iteration depends on a carry of the loop, if it does."""
-
-    SAME = 1  # the carry, moved, cast or times a number
-    SUM = 2  # the same, plus a value that does not depend on the carry
-    OTHER = 3
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fact:
     """Knowledge about the elements of an array."""
@@ -79,7 +70,7 @@ class Fact:
     squared: bool = False  # squares, or sums of squares, in float32
     maker: "Equation | None" = None  # it computed their array, inside of calls
     parameters: bool = False  # whether it is computed from parameters and constants
-    forms: Mapping[Var, Form] = dataclasses.field(default_factory=dict)  # by carry
+    carries: frozenset[Var] = frozenset()  # of the loops around, that it depends on
 
     @property
     def magnitude(self) -> float:
@@ -115,6 +106,10 @@ class Equation(NamedTuple):
     @property
     def result(self) -> str:  # dtype
         return dtype_name(self.eqn.outvars[0]) if self.eqn.outvars else ""
+
+    @property
+    def carries(self) -> frozenset[Var]:
+        return frozenset[Var]().union(*(fact.carries for fact in self.ins))
 
     @property
     def line(self) -> SourceLine:

@@ -10,16 +10,14 @@ from collections.abc import Iterator
 
 from jax.extend.core import Var
 
-from ..._jaxpr import SAME_ENTRIES, Loop, dtype_name, words
+from ..._jaxpr import SAME_ENTRIES, Loop, dtype_name, is_literal, size, words
 from ..._policy import is_half
 from .._source import Place
-from .equation import Equation, Fact, Finding, Form, Severity, is_integer, is_wide
-from .facts import entries_added, is_inner_product, is_lost, rounded, transfer
+from .equation import Equation, Fact, Finding, Severity
+from .facts import entries_added, is_inner_product, is_lost, rounded
 
 FLOAT16_MAX = 65504
 _LONG = 4096
-_DISTINCT_INTEGERS = {"float16": 2048, "bfloat16": 256}
-_COLLECTIVES = ("psum", "reduce_scatter", "all_reduce", "unreduced_psum")
 _EXPONENTIALS = words("exp exp2 expm1 log log1p pow cumlogsumexp")
 _OVERFLOWING = words("exp exp2 expm1 pow")
 _LARGEST_EXPONENT = 11
@@ -36,18 +34,18 @@ _PASS_ON = words("meth <genexpr> tree_map map")
 _CASTERS = words("jax jmp jmp_scale optax")
 _NOT_ZERO = {"div": 1, "rsqrt": 0, "log": 0, "sqrt": 0}  # positions of operands
 _LONG_BACKWARD_LOOP = 64
+_ADDITIONS = ("add", "add_any", "sub")
+_SLICE_GRADIENTS = words("dynamic_update_slice pad scatter scatter-add")
 
 
 def faults(equation: Equation) -> Iterator[Finding]:
     """Applies all rules to an equation."""
     yield from _half_sum(equation)
-    yield from _half_collective(equation)
     # Transposing creates no square and no exp; a user's backward rule may.
     yield from _half_square(equation)
     yield from _half_exp(equation)
     if not equation.backward:
         yield from _half_constant(equation)
-        yield from _half_integers(equation)
         yield from _half_division(equation)
 
 
@@ -83,21 +81,6 @@ def _summed_in_half(equation: Equation) -> float:
         return count
     factors = [abs(f.single) for f in equation.ins if f.single is not None]
     return count * min(*factors, 1.0) if factors else 0
-
-
-def _half_collective(equation: Equation) -> Iterator[Finding]:
-    halves = [v for v in equation.eqn.invars if is_half(dtype_name(v))]
-    if halves and equation.name.startswith(_COLLECTIVES):
-        dtype = dtype_name(halves[0])
-        overflow = " and can overflow" if dtype == "float16" else ""
-        cure = "cast to float32 before the collective"
-        if equation.backward:
-            # In shard_map: gradients of parameters that all devices share.
-            cure = "make the float32 parameters vary (jax.lax.pcast) before the cast"
-        what = f"a sum over devices in {dtype} rounds at each addition{overflow}"
-        yield equation.finding(
-            "half-collective", "warning", f"{what}; {cure}", halves[0]
-        )
 
 
 def _half_square(equation: Equation) -> Iterator[Finding]:
@@ -188,33 +171,6 @@ def _half_constant(equation: Equation) -> Iterator[Finding]:
     yield equation.finding("half-constant", "error", message)
 
 
-def _half_integers(equation: Equation) -> Iterator[Finding]:
-    if not is_half(equation.result) or equation.name not in (
-        "iota",
-        "convert_element_type",
-    ):
-        return
-    if equation.name == "iota":
-        (fact,) = transfer(equation.eqn, ())
-        counts = "linspace" not in equation.place().calls  # its points are not integers
-    else:
-        fact = equation.ins[0]
-        is_array = is_wide(equation.source) and fact.single is None
-        counts = is_integer(equation.source) or (fact.integral and is_array)
-    limit = _DISTINCT_INTEGERS[equation.result]
-    is_exact = (
-        fact.single is not None and rounded(fact.low, equation.result) == fact.low
-    )
-    if not counts or is_exact or not limit < fact.magnitude < math.inf:
-        return
-    message = (
-        f"integers up to {fact.magnitude:,.0f} are cast to {equation.result}, which "
-        f"tells them apart only up to {limit:,}; keep them integers or compute in "
-        "float32"
-    )
-    yield equation.finding("half-integers", "error", message)
-
-
 def _half_division(equation: Equation) -> Iterator[Finding]:
     is_inverse = equation.name == "pow" and equation.ins[1].high < 0
     is_inverse |= equation.name == "integer_pow" and equation.eqn.params["y"] < 0
@@ -236,24 +192,24 @@ def _half_division(equation: Equation) -> Iterator[Finding]:
     yield equation.finding("half-division", "warning", message, equation.eqn.invars[at])
 
 
-def half_carry(carry: Var, out: Fact, loop: Loop, backward: bool) -> Iterator[Finding]:
+def half_carry(
+    carry: Var, start: Fact, out: Fact, loop: Loop, backward: bool
+) -> Iterator[Finding]:
     """Finds a carry of a loop that accumulates in half precision.
 
     It accumulates if each iteration computes `a * carry + b` with a number `a` and a
     `b` that does not depend on the carry. The state of an LSTM does not, because its
     factor is an array, nor does a residual stream `x + f(x)`.
+
+    `start` and `out` are the facts of the carry before and after an iteration.
     """
     # In the backward pass carries are gradients of values that all iterations share.
     least = _LONG_BACKWARD_LOOP if backward else 2
     is_short = loop.trips is not None and loop.trips < least  # None: a while loop
-    equation = out.maker
-    if is_short or equation is None or out.forms.get(carry) is not Form.SUM:
+    if is_short or not is_half(dtype_name(carry)):
         return
-    while equation and (equation.name in SAME_ENTRIES or equation.name == "neg"):
-        equation = equation.ins[0].maker
-    values = (carry, equation.eqn.outvars[0]) if equation else ()
-    half = next((v for v in values if is_half(dtype_name(v))), None)
-    if equation is None or half is None:
+    equation = _last_addition(carry, start, out)
+    if equation is None:
         return
     times = f"{loop.trips:,} iterations" if loop.trips else "each iteration"
     cure = "keep the carry in float32 and add float32 values"
@@ -263,7 +219,39 @@ def half_carry(carry: Var, out: Fact, loop: Loop, backward: bool) -> Iterator[Fi
             "parameter that is stored so to float32, once outside of it"
         )
     message = (
-        f"a carry adds up in {dtype_name(half)} over {times} and loses what is small "
+        f"a carry adds up in {dtype_name(carry)} over {times} and loses what is small "
         f"beside it; {cure}"
     )
-    yield equation.finding("half-carry", "warning", message, half)
+    yield equation.finding("half-carry", "warning", message, carry)
+
+
+def _last_addition(carry: Var, start: Fact, out: Fact) -> Equation | None:
+    """Returns the last addition to a carry; None if more is done to it than that."""
+    last, fact = None, out
+    while fact is not start:
+        equation = fact.maker
+        if equation is None:
+            return None
+        inputs = [f for f in equation.ins if carry in f.carries]
+        if len(inputs) != 1 or not _adds_or_scales(equation, inputs[0]):
+            return None
+        if equation.name in _ADDITIONS:
+            last = last or equation
+        (fact,) = inputs
+    return last
+
+
+def _adds_or_scales(equation: Equation, fact: Fact) -> bool:
+    """Whether an operation adds to an input, moves it, or takes it times a number."""
+    if equation.name in SAME_ENTRIES or equation.name == "neg":
+        return True
+    pairs = zip(equation.eqn.invars, equation.ins, strict=True)
+    others = [(v, f) for v, f in pairs if f is not fact]
+    if equation.name in _ADDITIONS:
+        # A gradient of `x[i]` is added to other elements each time.
+        makers = [f.maker.name for _, f in others if f.maker]
+        return _SLICE_GRADIENTS.isdisjoint(makers)
+    # A decay rate is one number, whereas a gate has the size of the state.
+    is_array = size(equation.eqn.outvars[0]) > 1
+    numbers = [is_literal(v) or (size(v) == 1 and is_array) for v, _ in others]
+    return equation.name == "mul" and all(numbers)

@@ -17,8 +17,8 @@ from ..._autocast.marks import CAST
 from ..._jaxpr import Atom, Loop, Program, dtype_name, fits, is_literal, open_jaxpr
 from ..._policy import is_half
 from .._source import Place, place_of
-from .equation import Equation, Fact, Finding, Form, SourceLine
-from .facts import join, of_atom, of_constant, opaque, opaque_forms, transfer
+from .equation import Equation, Fact, Finding, SourceLine
+from .facts import join, of_atom, of_constant, opaque, transfer
 from .rules import faults, half_carry
 
 # These primitives have a jaxpr of scalars that combines two elements.
@@ -103,7 +103,8 @@ class Walk:
 
     def _operation(self, equation: Equation) -> list[Fact]:
         facts = transfer(equation.eqn, equation.ins)
-        outs = [replace(fact, maker=equation) for fact in facts]
+        carries = equation.carries
+        outs = [replace(fact, maker=equation, carries=carries) for fact in facts]
         self.equations.append(equation)
         if not outs or (self._differentiated and not equation.backward):
             return outs
@@ -137,11 +138,8 @@ class Walk:
             outs = [
                 functools.reduce(join, cases) for cases in zip(*results, strict=True)
             ]
-            chosen = opaque_forms(ins[:1])
-            return [
-                replace(out, maker=equation, forms={**out.forms, **chosen})
-                for out in outs
-            ]
+            carries = equation.carries
+            return [replace(out, maker=equation, carries=carries) for out in outs]
         is_call = equation.name not in ("cond", "scan", "while")
         if is_call and len(bodies) == 1 and fits(bodies[0], len(ins), outputs):
             outs = self._run(bodies[0], ins, equation)
@@ -154,7 +152,7 @@ class Walk:
             self._run(body, [of_atom(v) for v in inner.invars], equation)
         if not is_call or equation.name not in _jaxpr.known_primitives():
             self._leave_unread(equation)
-        return opaque(equation.eqn, equation.ins)
+        return [replace(out, carries=equation.carries) for out in opaque(eqn)]
 
     def _loop(self, equation: Equation, loop: Loop) -> list[Fact]:
         # Facts of slices, or of stacked arrays, have another array.
@@ -162,18 +160,17 @@ class Walk:
         consts = ins[loop.offset :][: loop.consts]
         rest = ins[loop.offset + loop.consts :]
         # Facts about the first carry (a zero) do not hold in other iterations.
-        carry = []
-        for variable in loop.carries:
-            carry.append(replace(of_atom(variable), forms={variable: Form.SAME}))
+        carry = [replace(of_atom(v), carries=frozenset([v])) for v in loop.carries]
         inside = equation._replace(times=equation.times * (loop.trips or 1))
         outs = self._run(loop.body, [*consts, *carry, *rest[loop.carry :]], inside)
         condition = equation.eqn.params.get("cond_jaxpr")
         if condition is not None:
             self._run(condition, [*ins[: loop.offset], *carry], inside)
         if equation.backward or not self._differentiated:
-            for variable, out in zip(loop.carries, outs, strict=False):
-                self.found.extend(half_carry(variable, out, loop, equation.backward))
+            for start, variable, out in zip(carry, loop.carries, outs, strict=False):
+                backward = equation.backward
+                self.found.extend(half_carry(variable, start, out, loop, backward))
         ends = [join(a, b) for a, b in zip(carry, outs, strict=False)]
         facts = [*ends, *outs[loop.carry :]]
-        forms = opaque_forms(equation.ins)
-        return [replace(fact, maker=None, forms=forms) for fact in facts]
+        carries = equation.carries
+        return [replace(fact, maker=None, carries=carries) for fact in facts]

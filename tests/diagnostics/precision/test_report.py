@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import varying
 from jax import lax
 from jax.experimental import pallas as pl
-from precision_checks import assert_finds, on_four_devices
+from precision_checks import assert_finds
 
 import jmp_scale
 from jmp_scale.diagnostics import precision_report
@@ -138,39 +137,6 @@ def test_a_half_loss_made_in_a_helper_stands_in_the_function_given():
         return helper(y), {"x": x.astype(F16), "name": "aux"}  # !half-loss
 
     assert_finds([loss], loss, W, X, has_aux=True)
-
-
-def mean_over_devices(w, x):
-    h = x.astype(F16) @ w.astype(F16)
-    centred = h - lax.pmean(h.mean(0), "i")  # !half-collective
-    return lax.pmean(jnp.mean(centred.astype(F32)), "i")
-
-
-def scattered(w, x):
-    h = x.astype(BF16) @ w.astype(BF16)
-    rows = lax.psum_scatter(h, "i", scatter_dimension=0)  # !half-collective
-    return lax.pmean(jnp.mean(rows.astype(F32)), "i")
-
-
-def test_sums_over_devices_in_half_precision():
-    assert_finds([mean_over_devices], on_four_devices(mean_over_devices), W, X)
-    assert_finds([scattered], on_four_devices(scattered), W, X)
-    for mapped in (jax.pmap, jax.vmap):
-        rows = mapped(mean_over_devices, axis_name="i", in_axes=(None, 0))
-        loss = lambda w, x, f=rows: f(w, x.reshape(4, 4, 8)).mean()  # noqa: E731
-        assert_finds([mean_over_devices], loss, W, X)
-
-
-def summed(w, x):
-    h = x.astype(F16) @ w.astype(F16)  # !half-collective
-    return lax.pmean(jnp.mean(h.astype(F32)), "i")
-
-
-def test_gradients_that_shard_map_sums_in_half_precision():
-    report = assert_finds([summed], on_four_devices(summed, check_vma=True), W, X)
-    assert report.findings[0].backward
-    one_by_one = lambda w, x: summed(varying(w, "i"), x)  # noqa: E731
-    assert rules(on_four_devices(one_by_one, check_vma=True), W, X) == []
 
 
 def test_the_half_share_counts_forward_and_backward():

@@ -216,8 +216,6 @@ def why_float32(jaxpr: _jaxpr.Program) -> str:
     """Tells why no product becomes half precision; "" if some are already."""
     reasons: dict[str, None] = {}
     for eqn in _jaxpr.equations(jaxpr):
-        if eqn.primitive.name in _jaxpr.SCALED_PRODUCTS:
-            reasons["scales of their own"] = None
         if eqn.primitive.name not in PRODUCTS:
             continue
         found = fate(eqn, is_parameter=never)

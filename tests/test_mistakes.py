@@ -64,10 +64,6 @@ MISTAKES = {
         lambda: autocast(loss, "bfloat16", share_casts=X),
         "expected share_casts to be True or False, got Array",
     ),
-    "one function to compare": (
-        lambda: diagnostics.compare_gradients(HALF, {"w": X}, X),
-        r"expected two functions .*got one and a dict; write .*half_loss, loss, params",
-    ),
     "a comparison in jit": (
         lambda: jax.jit(lambda w: diagnostics.compare_gradients(HALF, loss, w, X))(X),
         "compare_gradients: expected arrays with values, got traced .*outside of jax",

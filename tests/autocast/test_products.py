@@ -45,22 +45,22 @@ def dot(precision=None, result="float32"):
 FATES = {
     "float32": (dot(), (X, W), Fate.BECOMES_HALF),
     "default precision": (dot("default"), (X, W), Fate.BECOMES_HALF),
-    "high precision": (dot("high"), (X, W), Fate.OWN_PRECISION),
+    "high precision": (dot("high"), (X, W), Fate.STAYS),
     "a weight stored in half": (dot(), (X, W.astype("float16")), Fate.BECOMES_HALF),
     "half": (dot(result=None), (HALF, W.astype("bfloat16")), Fate.IS_HALF),
     "half with a float32 result": (dot(), (HALF, HALF.T), Fate.IS_HALF),
     "a half result": (dot(result="float16"), (X, W), Fate.IS_HALF),
-    "integers": (dot(result=None), (X.astype(int), W.astype(int)), Fate.OTHER_DTYPE),
-    "complex": (jnp.dot, (X.astype("complex64"), W), Fate.OTHER_DTYPE),
-    "outer product": (lambda x, y: jnp.einsum("i,j->ij", x, y), (V, V), Fate.IS_SUM),
-    "contracts one entry": (dot(), (V[:, None], ROW), Fate.IS_SUM),
-    "two vectors": (jnp.dot, (V, V), Fate.IS_SUM),
+    "integers": (dot(result=None), (X.astype(int), W.astype(int)), Fate.STAYS),
+    "complex": (jnp.dot, (X.astype("complex64"), W), Fate.STAYS),
+    "outer product": (lambda x, y: jnp.einsum("i,j->ij", x, y), (V, V), Fate.STAYS),
+    "contracts one entry": (dot(), (V[:, None], ROW), Fate.STAYS),
+    "two vectors": (jnp.dot, (V, V), Fate.STAYS),
     "one row": (dot(), (ROW, W), Fate.BECOMES_HALF),
     "one row and one column": (dot(), (ROW, ROW.T), Fate.BECOMES_HALF),
     "a row and a column for each index": (
         lambda x, y: jnp.einsum("bik,bkj->bij", x, y),
         (BATCH[:, :1], BATCH.transpose(0, 2, 1)[..., :1]),
-        Fate.IS_SUM,
+        Fate.STAYS,
     ),
     "a matrix for each index": (
         lambda x, y: jnp.einsum("bik,bjk->bij", x, y),
@@ -85,7 +85,7 @@ def test_a_vector_times_a_parameter_is_one_row_of_a_batch():
     assert fate(eqn) is Fate.BECOMES_HALF
     is_parameter = {matrix: True}.__getitem__
     assert fate(eqn, is_parameter=is_parameter) is Fate.BECOMES_HALF
-    assert fate(eqn, is_parameter=lambda v: False) is Fate.IS_SUM
+    assert fate(eqn, is_parameter=lambda v: False) is Fate.STAYS
     assert ops.stays_float32(eqn)
     assert not ops.has_matrix_work(eqn, lambda v: False)
     assert ops.has_matrix_work(eqn, is_parameter)
@@ -95,7 +95,7 @@ def test_a_name_is_asked_last():
     eqn = product(jnp.dot, X, W)
     asked = []
     found = fate(eqn, is_constant=lambda v: True, is_exempt=asked.append)
-    assert (found, asked) == (Fate.IS_CONSTANT, [])
+    assert (found, asked) == (Fate.STAYS, [])
 
 
 def test_elementwise_operations_sums_and_moves_are_cheap():

@@ -84,8 +84,6 @@ class Product:
         pair = self.moved([x if i == float32 else x.astype(dtype) for i, x in operands])
         if float32 is None:
             params = {"precision": None, "preferred_element_type": result or dtype}
-            # A product need not take these.
-            params = {k: x for k, x in params.items() if k in self.equation.params}
             inputs = [*pair, *values[2:]]
             (found,) = _jaxpr.evaluate(self.equation, inputs, **params)
         else:

@@ -142,5 +142,5 @@ def test_a_share_of_more_than_two_to_the_24_entries_is_counted_exactly():
 
 
 def test_updates_of_another_structure_are_refused():
-    with pytest.raises(ValueError, match="structure|key mismatch"):
+    with pytest.raises(ValueError, match=r"structure|key mismatch"):
         lost_updates({"w": jnp.ones(2)}, {"b": jnp.ones(2)})

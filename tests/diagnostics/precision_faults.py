@@ -23,7 +23,6 @@ OF_FLOAT16 = {
     "sum_of_many_in_float16": lambda h: jnp.tile(h, 2000).sum(),  # !half-sum:error
     "einsum_sum": lambda h: jnp.einsum("i->", jnp.tile(h, 100)),  # !half-sum
     "cumulative_sum": lambda h: jnp.cumsum(jnp.tile(h, 100))[-1],  # !half-sum
-    "product_with_ones": lambda h: jnp.tile(h, 100) @ jnp.ones(6400, F16),  # !half-sum
     "sum_with_a_mask": lambda h: jnp.sum(jnp.tile(h, 99), where=h[0] > 0),  # !half-sum
     "square": lambda h: h**2,  # !half-square
     "square_by_product": lambda h: h * h,  # !half-square
@@ -31,9 +30,7 @@ OF_FLOAT16 = {
     "cube": lambda h: h**3,  # !half-square
     "power_of_65": lambda h: jnp.clip(h, 1, 6e4) ** 65,  # !half-square
     "norm": lambda h: jnp.linalg.norm(h),  # !half-square
-    "inner_product": lambda h: h @ h,  # !half-square
     "square_of_absolute": lambda h: jnp.mean(jnp.abs(h) ** 2),  # !half-square
-    "variance": lambda h: jnp.var(h),  # !half-square
     "exponential": lambda h: jnp.exp(h),  # !half-exp
     "power": lambda h: jnp.abs(h) ** 0.7,  # !half-exp
     "logsumexp": lambda h: jax.nn.logsumexp(h),  # !half-exp
@@ -50,7 +47,6 @@ OF_FLOAT16 = {
     "lost_clip": lambda h: jnp.clip(h, 1e-8, 1.0),  # !half-constant
     "large_clip": lambda h: jnp.clip(h, -1e5, 1e5),  # !half-constant
     "large_factor": lambda h: h * 1e5,  # !half-constant
-    "division_by_a_tiny_constant": lambda h: h / 1e-8,  # !half-constant
     "epsilon_in_a_division": lambda h: h / (jnp.sum(h) + 1e-8),  # !half-division
     "epsilon_in_a_reciprocal": lambda h: 1 / (jnp.abs(h) + 1e-12),  # !half-division
     "epsilon_in_rsqrt": lambda h: lax.rsqrt(jnp.abs(h) + 1e-8),  # !half-division
@@ -90,11 +86,6 @@ def reversed_sum(x):
     return lax.cumsum(jnp.tile(x, 99), reverse=True).astype(F16)[0]  # !half-sum
 
 
-def inner_products(x: F16):
-    h = x.reshape(8, 8)
-    return jnp.einsum("ij,ij->i", h, h)  # !half-square
-
-
 def sum_over_a_window(x: F16):
     h = jnp.tile(x, 128)
     zero = np.float16(0)
@@ -103,11 +94,6 @@ def sum_over_a_window(x: F16):
 
 def segment_sum(x: F16):
     return jax.ops.segment_sum(jnp.tile(x, 200), jnp.zeros(12800, int), 2)  # !half-sum
-
-
-def mask_added_in_float32(x):
-    bias = jnp.where(x > 0, 0.0, -1e9)
-    return jnp.sin((x + bias).astype(F16))  # !half-constant
 
 
 def mask_by_full(h: F16):

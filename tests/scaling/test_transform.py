@@ -193,35 +193,6 @@ PLAIN, ADAM = optax.with_extra_args_support(optax.sgd(0.1)), optax.adam(0.1)
 
 
 ADAM = optax.adam(0.1)
-VECTOR_WITH_AUX = (jnp.ones(2), {"aux": 2.0})
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({"value": jnp.ones(2)}, ValueError, "value to be the scalar.* alone"),
-        ({"value": VECTOR_WITH_AUX}, ValueError, "value to be the scalar.* alone"),
-        ({"loss": 1.0}, TypeError, "loss as value=, got loss="),
-    ],
-)
-def test_a_loss_of_another_form_or_name_is_an_error(given, error, message):
-    tx = jmp_scale.with_loss_scale(ADAM)
-    with pytest.raises(error, match=f"^with_loss_scale: expected .*{message}"):
-        tx.update(GOOD, tx.init(PARAMS), PARAMS, **given)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (lambda s: (s, GOOD), r"update\(LossScaleState, dict, NoneType\)"),
-        (lambda s: (GOOD, s.inner_state, PARAMS), "checkpoints.restore"),
-    ],
-)
-def test_a_state_of_another_optimizer_or_place_is_a_type_error(arguments, message):
-    tx = jmp_scale.with_loss_scale(ADAM)
-    expected = r"with_loss_scale: expected update\(grads, state, params, value=loss\)"
-    with pytest.raises(TypeError, match=f"{expected}, got .*{message}"):
-        tx.update(*arguments(tx.init(PARAMS)))
 
 
 @pytest.mark.parametrize("nothing", [None, optax.MaskedNode()])
@@ -337,16 +308,3 @@ def test_a_state_keeps_its_sharding_on_explicit_and_auto_axes():
             _, state = update(params * factor, state, params)
             assert jax.tree.map(jax.typeof, state) == types
         assert state.skipped == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"loss_scale": 8.0}, "a loss scale, got 8.0"),
-        ({"inner": functools.partial(optax.sgd, 0.1)}, "an optax.GradientTransform"),
-        ({"inner": DynamicLossScale()}, "pass the optimizer first"),
-    ],
-)
-def test_an_argument_of_another_type_is_named(arguments, message):
-    with pytest.raises(TypeError, match=f"with_loss_scale: expected .*{message}"):
-        jmp_scale.with_loss_scale(**{"inner": optax.sgd(0.1)} | arguments)

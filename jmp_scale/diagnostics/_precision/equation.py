@@ -29,7 +29,7 @@ class Finding(NamedTuple):
       message: the problem and a remedy; within a library, its file and line too.
       file: path of the user's source file, or None if it is unknown.
       line: line in that file, from 1, or None.
-      primitive: JAX's name of the operation; "" for `half-parameters`.
+      primitive: JAX's name of the operation; "" for a whole program.
       dtype: the dtype in question.
       shape: shape of the array in question.
       backward: whether the problem occurs in the backward pass only.
@@ -62,14 +62,11 @@ class Fact:
 
     low: float = -INF  # no element is smaller
     high: float = INF  # no element is larger
-    integral: bool = False  # whether every element is an integer
     extreme: float = 0.0  # a constant that some are equal to, which float16 loses
     # Result if the other operand is 0: eps for x + eps; None without a constant.
     epsilon: float | None = None
     summed: float = 0.0  # number of float32 elements summed
-    squared: bool = False  # squares, or sums of squares, in float32
     maker: "Equation | None" = None  # it computed their array, inside of calls
-    parameters: bool = False  # whether it is computed from parameters and constants
     carries: frozenset[Var] = frozenset()  # of the loops around, that it depends on
 
     @property
@@ -106,10 +103,6 @@ class Equation(NamedTuple):
     @property
     def result(self) -> str:  # dtype
         return dtype_name(self.eqn.outvars[0]) if self.eqn.outvars else ""
-
-    @property
-    def carries(self) -> frozenset[Var]:
-        return frozenset[Var]().union(*(fact.carries for fact in self.ins))
 
     @property
     def line(self) -> SourceLine:

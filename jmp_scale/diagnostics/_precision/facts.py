@@ -33,10 +33,10 @@ def is_lost(value: float, dtype: str = "float16") -> bool:
 def of_dtype(dtype: str) -> Fact:
     """Returns the fact of a dtype: integer types and booleans have bounds."""
     if dtype == "bool":
-        return Fact(0.0, 1.0, integral=True)
+        return Fact(0.0, 1.0)
     if is_integer(dtype):
         limits = jnp.iinfo(dtype)
-        return Fact(float(limits.min), float(limits.max), integral=True)
+        return Fact(float(limits.min), float(limits.max))
     return Fact()
 
 
@@ -49,11 +49,10 @@ def of_constant(value: object, dtype: str) -> Fact:
     low, high = float(array.min()), float(array.max())
     values = np.unique(array)
     has_few = values.size <= _MOST_OF_A_MASK
-    integral = bool(np.all(array == np.floor(array)))
     # The least of many values may become 0, as at the ends of a window.
     ends = [value for value in (low, high) if abs(value) > 1]
     extreme = next(filter(is_lost, values.tolist() if has_few else ends), 0.0)
-    return Fact(low, high, integral, extreme)
+    return Fact(low, high, extreme)
 
 
 def of_atom(atom: Atom) -> Fact:
@@ -70,11 +69,9 @@ def join(a: Fact, b: Fact) -> Fact:
         a,
         low=min(a.low, b.low),
         high=max(a.high, b.high),
-        integral=a.integral and b.integral,
         extreme=a.extreme or b.extreme,
         epsilon=None,
         summed=max(a.summed, b.summed),
-        squared=a.squared or b.squared,
         maker=None,
     )
 
@@ -84,10 +81,7 @@ def transfer(eqn: JaxprEqn, facts: Sequence[Fact]) -> list[Fact]:
     outs = opaque(eqn)
     if len(outs) == 1:
         rule = _RULES.get(eqn.primitive.name)
-        fact = outs[0] if rule is None else rule(eqn, *facts)
-        parameters = any(f.parameters for f in facts)
-        parameters &= all(f.parameters or f.single is not None for f in facts)
-        outs = [replace(fact, parameters=parameters)]
+        outs = outs if rule is None else [rule(eqn, *facts)]
     return outs
 
 
@@ -107,32 +101,27 @@ def _computed(fun: Function, eqn: JaxprEqn, *facts: Fact) -> Fact:
     is_unbounded = name == "div" and facts[1].low < 0 <= facts[1].high
     if is_unbounded or ends.size == 0:
         return of_dtype(dtype)
-    integral = name not in _FRACTIONS and all(f.integral for f in facts)
-    fact = Fact(float(ends[0]), float(ends[-1]), integral)
+    fact = Fact(float(ends[0]), float(ends[-1]))
     arrays = [f for f in facts if f.single is None]
     if not arrays:
         return replace(fact, extreme=fact.low if is_lost(fact.low) else 0.0)
     if len(arrays) > 1 or is_integer(dtype):
-        # A mask of -1e9 stays far out of half precision's range whatever is added.
-        far = max((f.extreme for f in arrays if name == "add"), key=abs, default=0.0)
-        return replace(fact, extreme=far if abs(far) > 1 else 0.0)
+        return fact
     (x,) = arrays
 
     def result(number: float) -> float:
         found = results([number] if f is x else [f.low] for f in facts)
         return float(found[0]) if found.size else INF
 
-    of_mask = x.integral and x.magnitude <= 1
-    extremes = ends.tolist() if of_mask else [result(x.extreme)] if x.extreme else []
+    extreme = result(x.extreme) if x.extreme else 0.0
     number = eqn.invars[-1] if x is facts[0] else eqn.invars[0]
     keeps = name in ("add", "max") and shape(number) == ()
     epsilon = 0.0 if keeps and x.epsilon is None else x.epsilon
     return replace(
         fact,
-        extreme=next(filter(is_lost, extremes), 0.0),
+        extreme=extreme if is_lost(extreme) else 0.0,
         epsilon=None if epsilon is None else result(epsilon),
         summed=abs(result(x.summed)) if x.summed and is_wide(dtype) else 0.0,
-        squared=x.squared and is_wide(dtype) and name != "sqrt",
     )
 
 
@@ -162,8 +151,7 @@ def _mul(eqn: JaxprEqn, x: Fact, y: Fact) -> Fact:
 def _power(eqn: JaxprEqn, x: Fact, exponent: int) -> Fact:
     if exponent < 2:  # no rule needs bounds of 1/x and x^0
         return Fact()
-    fact = _computed(lambda x: x**exponent, eqn, x)
-    return replace(fact, summed=0.0, squared=is_wide(dtype_name(eqn.outvars[0])))
+    return replace(_computed(lambda x: x**exponent, eqn, x), summed=0.0)
 
 
 def _sqrt(eqn: JaxprEqn, x: Fact) -> Fact:
@@ -188,15 +176,14 @@ def _sum(eqn: JaxprEqn, x: Fact) -> Fact:
     count = max(entries_added(eqn), 1)
     wide = is_wide(dtype_name(eqn.outvars[0]))
     summed = max(x.summed, 1.0) * count if wide else 0.0
-    return Fact(x.low * count, x.high * count, summed=summed, squared=x.squared)
+    return Fact(x.low * count, x.high * count, summed=summed)
 
 
 def _iota(eqn: JaxprEqn) -> Fact:
     count = shape(eqn.outvars[0])[eqn.params["dimension"]]
-    return Fact(0.0, float(max(count - 1, 0)), integral=True)
+    return Fact(0.0, float(max(count - 1, 0)))
 
 
-_FRACTIONS = words("div sqrt tanh")
 _FUNCTIONS: dict[str, Function] = {
     "abs": np.abs,
     "add": np.add,
@@ -248,9 +235,3 @@ def entries_added(eqn: JaxprEqn) -> int:
             (contracted, _), _ = eqn.params["dimension_numbers"]
             return math.prod(shape(eqn.invars[0])[axis] for axis in contracted)
     return 0
-
-
-def is_inner_product(eqn: JaxprEqn) -> bool:
-    """Whether a product multiplies vectors, for each index of the batch."""
-    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
-    return len(contracted) + len(batch) == len(shape(eqn.invars[0]))

@@ -147,7 +147,7 @@ def int32_leaf(
     return jnp.broadcast_to(leaf, jnp.shape(loss_scale)) if follows else leaf
 
 
-def key_words(function: str, key: jax.Array) -> jax.Array:
+def key_words(function: str, key: Leaf) -> jax.Array:
     """Returns the first 64 bits of a PRNG key, typed or raw, as u32[2] for Threefry."""
     dtype = getattr(key, "dtype", np.dtype(object))
     if dtype != jnp.uint32 and not jnp.issubdtype(dtype, jax.dtypes.prng_key):

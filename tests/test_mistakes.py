@@ -88,16 +88,6 @@ MISTAKES = {
         lambda: jmp_scale.all_finite("grads"),
         "all_finite: expected arrays, got a str",
     ),
-    **{
-        f"a model to {wrapper.__name__}": (
-            lambda wrapper=wrapper, options=options: wrapper(
-                optax.adam(0.1), **options
-            ).init([1.0, jax.ShapeDtypeStruct((), jnp.float32), MODEL]),
-            rf"{wrapper.__name__}: expected a tree of arrays as parameters, got a "
-            r"\w+ at params\[2\].activation; .*equinox.filter\(model",
-        )
-        for wrapper, options in WRAPPERS.items()
-    },
     "a model for an optimizer": (
         lambda: jmp_scale.nnx.Optimizer(optax.adam(0.1), NETWORK),
         "inner to be an optax.GradientTransformation, got a Linear; pass the optimizer",

@@ -42,8 +42,6 @@ def words(text: str) -> frozenset[str]:
 
 # Matrix products and convolutions.
 PRODUCTS = words("conv_general_dilated dot_general ragged_dot_general")
-# Products with scales: `jax.lax.scaled_dot` and `jax.nn.scaled_matmul`.
-SCALED_PRODUCTS = words("scaled_dot scaled_matmul_wrapper")
 # Calls of a function without a custom derivative rule.
 CALLS = words("closed_call eval_jaxpr jit")
 

@@ -212,19 +212,10 @@ def is_partly_float32(eqn: JaxprEqn) -> bool:
     return "float32" in operands and _jaxpr.is_float32(eqn.outvars[0])
 
 
-def is_partly_half(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a product with any operand or result in half precision."""
-    atoms = [*eqn.invars[:2], *eqn.outvars[:1]]
-    has_half = any(is_half(_jaxpr.dtype_name(v)) for v in atoms)
-    return eqn.primitive.name in PRODUCTS and has_half
-
-
 def why_float32(jaxpr: _jaxpr.Program) -> str:
     """Tells why no product becomes half precision; "" if some are already."""
     reasons: dict[str, None] = {}
     for eqn in _jaxpr.equations(jaxpr):
-        if eqn.primitive.name in _jaxpr.SCALED_PRODUCTS:
-            reasons["scales of their own"] = None
         if eqn.primitive.name not in PRODUCTS:
             continue
         found = fate(eqn, is_parameter=never)

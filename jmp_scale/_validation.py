@@ -128,7 +128,7 @@ def int32_leaf(
     return jnp.broadcast_to(leaf, jnp.shape(loss_scale)) if follows else leaf
 
 
-def key_words(function: str, key: Leaf) -> jax.Array:
+def key_words(function: str, key: jax.Array) -> jax.Array:
     """Returns the first 64 bits of a PRNG key, typed or raw, as u32[2] for Threefry."""
     words = jax.random.key_data(key)
     if words.ndim != 1 or words.size < 2:

@@ -81,11 +81,11 @@ def with_half_storage(
       any dtype, needs `params`, and returns float32 updates for bfloat16 leaves.
 
     Raises:
-      TypeError: `inner` is of another type, or `key` where one is needed.
-      ValueError: from `init`, nothing to store in bfloat16, float16 parameters, a name
-        that no field has, an average that `inner` subtracts from another (a centered
-        RMSprop), a wrapper of this library within; from `update`, other parameters than
-        those of `init`, or `unreduced` gradients.
+      TypeError: `inner` is of another type.
+      ValueError: no key where one is needed; from `init`, nothing to store in bfloat16,
+        float16 parameters, a name that no field has, an average that `inner` subtracts
+        from another (a centered RMSprop), a wrapper of this library within; from
+        `update`, other parameters than those of `init`, or `unreduced` gradients.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jmp_scale, optax
@@ -100,8 +100,15 @@ def with_half_storage(
       0.996094 0.99609375
     """
     inner = checked_optimizer(_NAME, inner)
-    is_random = bool(averages) or not remainders
-    words = key_words(_NAME, key) if is_random else None
+    words = None
+    if averages or not remainders:
+        if key is None:
+            raise ValueError(
+                f"{_NAME}: expected a key for stochastic rounding (of averages, and of "
+                "parameters with remainders=False), got None; write "
+                "key=jax.random.key(0)"
+            )
+        words = key_words(_NAME, key)
     storage = _HalfStorage(inner, frozenset(averages), remainders, words)
     return optax.GradientTransformationExtraArgs(
         storage.init,

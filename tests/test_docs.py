@@ -312,12 +312,6 @@ def test_every_rule_of_the_precision_report_has_its_section_and_its_row():
     assert set(re.findall(r"^\| \[([a-z-]+)\]\(#\1\)", page, re.MULTILINE)) == rules
 
 
-def test_every_preset_is_in_the_table_of_presets():
-    table = TEXTS["docs/coming-from/others.md"]
-    for name in public_names("jmp_scale.presets"):
-        assert f"`{name.removeprefix('jmp_scale.')}(" in table
-
-
 @pytest.mark.slow
 def test_the_notebook_runs(monkeypatch):
     # The kernel draws into the page; MPLBACKEND=Agg, as servers set it, draws nowhere.

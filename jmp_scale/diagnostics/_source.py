@@ -77,22 +77,17 @@ def place_of_caller() -> Place:
     return Place(frame.f_code.co_filename, frame.f_lineno)
 
 
-def place_of_function(
-    fun: Function, otherwise: Place, eqn: JaxprEqn | None = None
-) -> Place:
-    """Returns the line of a function's body above an equation, or of its definition."""
+def place_of_function(fun: Function, otherwise: Place) -> Place:
+    """Returns the line of a function's definition."""
     code = _code_of(fun)
     if code is None or _package(code.co_filename) is not None:
         return otherwise
-    for file, function, line in _frames(eqn):
-        if file == code.co_filename and function == code.co_qualname:
-            return Place(file, line)
     return Place(code.co_filename, code.co_firstlineno)
 
 
-def _frames(eqn: JaxprEqn | None) -> Iterator[tuple[str, str, int]]:
+def _frames(eqn: JaxprEqn) -> Iterator[tuple[str, str, int]]:
     """Yields file, function and line of an equation's frames, innermost first."""
-    traceback = None if eqn is None else eqn.source_info.traceback
+    traceback = eqn.source_info.traceback
     for frame in () if traceback is None else traceback.frames:
         yield frame.file_name, frame.function_name, frame.line_num
 

@@ -615,11 +615,6 @@ MISTAKES = [
     (init(optax.adam(0.1), remainders="no"), TypeError, "remainders to be True or F"),
     (init(optax.adam(0.1), averages=["mu"]), ValueError, "expected a key .*got None"),
     (
-        init(optax.adam(0.1), HALF, remainders=False, key=0),
-        TypeError,
-        r"to be a PRNG key, got 0; write key=jax.random.key\(0\)",
-    ),
-    (
         init(optax.adam(0.1), HALF, remainders=False, key=jax.random.split(KEY)),
         ValueError,
         r"one PRNG key, got an array of shape \(2,\); .*_replace\(rounding_key=",

@@ -159,7 +159,7 @@ class Check:
         self.fixed = [scale.loss_scale for scale in _constant_scales(args)]
         self.states = parents(self.arrays, "grads_finite", "applied", "skipped")
         self.scales = parents(self.arrays, "loss_scale", "counter")
-        self._ours = (*self.scales, *parents(self.arrays, "log2_scale", "pushed"))
+        self._ours = (*self.scales, *parents(self.arrays, "first_norm", "pushed"))
         for scale in parents(self.arrays, "loss_scale"):
             # S of another rule: in a state, or alone in a loop by hand.
             is_number = is_float(self.arrays[*scale, "loss_scale"])

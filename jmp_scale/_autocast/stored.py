@@ -93,7 +93,7 @@ class _Program:
             self._add_call(eqn)
         elif self._can_be_float32(eqn, is_alone and not reads_rows) or is_resharded:
             self._add_in_float32(eqn)
-            if looks_up_rows(eqn) or is_resharded and reads_rows:
+            if looks_up_rows(eqn) or (is_resharded and reads_rows):
                 self._rows.update(eqn.outvars)
         else:
             self._add_in_half(eqn)

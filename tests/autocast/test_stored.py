@@ -397,14 +397,14 @@ def rows_on_explicit_axes(gradient):
 
     def run(d, *weights):
         with jax.set_mesh(EXPLICIT):
-            ids = jax.device_put(d.ids, NamedSharding(EXPLICIT, P("i")))
+            ids = jax.device_put(d.ids, NamedSharding(EXPLICIT, P(None)))
             return jax.jit(gradient)(d._replace(ids=ids), *weights)
 
     return run
 
 
 def placed_rows(table, ids):
-    return table.at[ids].get(out_sharding=NamedSharding(EXPLICIT, P("i", None)))
+    return table.at[ids].get(out_sharding=NamedSharding(EXPLICIT, P(None, None)))
 
 
 AROUND = {  # program and weights, what is around, and how often the sum is rounded

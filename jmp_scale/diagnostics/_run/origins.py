@@ -10,7 +10,6 @@ from jax.extend import core
 from ... import _jaxpr
 from ..._jaxpr import CALLS, open_jaxpr, value_of, words
 from ..._types import Arrays, Function
-from .._backward import described
 from .._source import Place, place_of
 
 _NAMES = {"conv_general_dilated": "a convolution", "dot_general": "a matrix product"}
@@ -85,7 +84,9 @@ def _of_given(value: jax.Array, name: str) -> Origin | None:
 
 
 def _of_constant(value: jax.Array, place: Place) -> Origin | None:
-    return _of_given(value, f"a constant {described(jnp.asarray(value))}{_at(place)}")
+    shape = ",".join(map(str, jnp.shape(value)))
+    name = f"a constant {jnp.result_type(value)}[{shape}]{_at(place)}"
+    return _of_given(value, name)
 
 
 def _origin(

@@ -64,6 +64,7 @@ def with_equinox(state, path):
 
 
 GUARD = jmp_scale.SpikeGuard(warmup=7)
+TARGET = jmp_scale.DynamicLossScale(8.0, counter=7)
 
 
 @pytest.fixture(params=[with_orbax, with_flax, with_pickle])
@@ -110,9 +111,7 @@ def test_orbax_names_the_leaves_on_disk(tmp_path):
     "state_dict",
     [
         {"scale": jnp.float32(8.0), "fin_steps": jnp.int32(0)},
-        jnp.float32(8.0),
         {"loss_scale": jnp.ones(2, jnp.float32), "counter": jnp.int32(0)},
-        {"loss_scale": jnp.float16(jnp.inf), "counter": jnp.int32(0)},
         {"loss_scale": jnp.float32(8.0), "counter": jnp.float32(0)},
     ],
 )
@@ -121,37 +120,26 @@ def test_a_foreign_or_truncated_state_dict_is_a_clear_error(state_dict):
         flax.serialization.from_state_dict(jmp_scale.DynamicLossScale(), state_dict)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e5m2"])
-def test_s_is_restored_from_any_floating_dtype_that_holds_it(dtype):
-    # EasyLM's checkpointer writes all floating-point arrays in bfloat16.
-    def saved(s):
-        return {"loss_scale": np.asarray(s).astype(dtype), "counter": np.int32(7)}
-
-    target = jmp_scale.DynamicLossScale()
-    restored = flax.serialization.from_state_dict(target, saved(2.0**13))
-    assert_bitwise_equal(restored.loss_scale, jnp.float32(2.0**13))
-    assert restored.counter == 7
-    message = rf"got .*{dtype}.*in a dtype that rounds it \(save float32\)"
-    for s in (1.5 * 2.0**13, np.inf):
-        with pytest.raises(ValueError, match=message):
-            flax.serialization.from_state_dict(target, saved(s))
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_statistics_of_a_guard_are_restored_from_any_floating_dtype(dtype):
-    def saved(mean):
-        guard = flax.serialization.to_state_dict(GUARD) | {"accepted": np.int32(9)}
-        means = {"loss_mean": mean, "norm_mean": -3.3, "loss_deviation": 0.1}
-        return guard | {name: np.asarray(x).astype(dtype) for name, x in means.items()}
+def test_s_and_a_guard_are_restored_from_any_floating_dtype_that_holds_them(dtype):
+    # EasyLM's checkpointer writes all floating-point arrays in bfloat16.
+    def saved(made, **floats):
+        narrow = {name: np.asarray(x).astype(dtype) for name, x in floats.items()}
+        return flax.serialization.to_state_dict(made) | narrow
 
-    restored = flax.serialization.from_state_dict(GUARD, saved(1.2345))
-    expected = saved(1.2345)["loss_mean"].astype(np.float32)
-    assert_bitwise_equal(
-        (restored.loss_mean, restored.accepted), (expected, np.int32(9))
+    restore_as = flax.serialization.from_state_dict
+    loss_scale = restore_as(
+        jmp_scale.DynamicLossScale(), saved(TARGET, loss_scale=2.0**13)
     )
-    assert restored.norm_mean.dtype == restored.loss_deviation.dtype == jnp.float32
-    with pytest.raises(ValueError, match=r"SpikeGuard at path .*in a dtype that roun"):
-        flax.serialization.from_state_dict(GUARD, saved(np.inf))
+    assert_bitwise_equal(loss_scale.loss_scale, jnp.float32(2.0**13))
+    assert loss_scale.counter == 7
+    guard = restore_as(GUARD, saved(GUARD, loss_mean=1.2345, norm_mean=-3.3))
+    expected = np.asarray(1.2345).astype(dtype).astype(np.float32)
+    assert_bitwise_equal((guard.loss_mean, guard.accepted), (expected, np.int32(0)))
+    message = rf"at path .*got .*{dtype}.*in a dtype that rounds it \(save float32\)"
+    for target, name in ((TARGET, "loss_scale"), (GUARD, "loss_mean")):
+        with pytest.raises(ValueError, match=message):
+            restore_as(target, saved(target, **{name: np.inf}))
 
 
 HALF_PARAMS = {name: x.astype(jnp.bfloat16) for name, x in PARAMS.items()}

@@ -22,14 +22,13 @@ from .._state import (
     find_half_storage,
     find_loss_scale_states,
     is_nothing,
-    started,
 )
 from .._tree import is_data, is_inexact, map_inexact, promote_to_float32
 from .._types import Flag, Function, Leaf, PyTree
 from .._validation import warn
 from .finite import finite, finite_and_norm
 from .loss_scale import NoOpLossScale, checked_loss_scale
-from .skip import attempt, keep, select_step, unless
+from .skip import attempt, keep, select_step
 from .spike_guard import SpikeGuard
 
 T = TypeVar("T")
@@ -134,7 +133,7 @@ class _SkippingOptimizer:
 
     def init(self, params: optax.Params) -> LossScaleState:
         """Returns the state before the first step."""
-        inner_state = started("with_loss_scale", self.inner, params)
+        inner_state = self.inner.init(params)
         if nested := find_loss_scale_states(inner_state):
             raise ValueError(
                 "with_loss_scale: expected an optimizer without a loss scale, got one "
@@ -164,7 +163,7 @@ class _SkippingOptimizer:
         _check_arguments(updates, state, params, value, extra_args)
         _mesh.refuse_unreduced("with_loss_scale", updates)
         verdict = self.judge(updates, value, state.guard)
-        arrays, others = self._split(extra_args, value, verdict.applied)
+        arrays, others = self._split(extra_args, value)
         inputs, old = (promote_to_float32(updates), arrays), state.inner_state
         run = functools.partial(self._apply, params, others)
         if "grad_fn" in others:
@@ -214,7 +213,7 @@ class _SkippingOptimizer:
         return _Verdict(is_finite & ~spike, grads_finite, loss_finite, spike, guard)
 
     def _split(
-        self, extra_args: ExtraArgs, value: ArrayLike | None, applied: Flag
+        self, extra_args: ExtraArgs, value: ArrayLike | None
     ) -> tuple[ExtraArgs, ExtraArgs]:
         """Returns the extra arguments of `inner` that may be NaN, and the others."""
         arrays, others = {}, dict(extra_args)
@@ -222,9 +221,6 @@ class _SkippingOptimizer:
             arrays["value"] = jnp.asarray(value)
         if "grad" in others:
             arrays["grad"] = promote_to_float32(others.pop("grad"))
-        for name in ("value_fn", "grad_fn", "obj_fn"):
-            if callable(others.get(name)):
-                others[name] = _zero_fn_unless(applied, others[name])
         return arrays, others
 
     def _apply(
@@ -334,17 +330,6 @@ def fresh_buffers(state: T, params: PyTree = ()) -> T:
         return array
 
     return jax.tree.map(fresh_leaf, state)
-
-
-def _zero_fn_unless(applied: Flag, fun: Function) -> Function:
-    """Returns `fun`, whose results and gradients are zero on a skipped step."""
-
-    def zero_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        # Otherwise the gradient is 0 times that of `fun`: NaN if it is not finite.
-        args, kwargs = unless(applied, (args, kwargs), lax.stop_gradient)
-        return unless(applied, fun(*args, **kwargs), jnp.zeros_like)
-
-    return zero_fn
 
 
 def _cast_leaf(x: Leaf, like: Leaf) -> Leaf:

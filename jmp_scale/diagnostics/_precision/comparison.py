@@ -14,7 +14,6 @@ from ..._scaling.finite import all_finite, finite_and_norm
 from ..._scaling.loss_scale import LossScale
 from ..._tree import promote_to_float32
 from ..._types import Arrays, Function, PyTree
-from ..._validation import described
 from .._backward import (
     ALL_ROUNDINGS,
     Backward,

@@ -224,21 +224,17 @@ def test_the_setting_for_precision_holds_around_a_linear_solve(setting):
 
 
 @pytest.mark.parametrize(
-    ("fun", "reason"),
+    "fun",
     [
-        (lambda w, x: jnp.sin(x), "there is none"),
-        (lambda w, x: jnp.dot(x, w, precision="highest"), "a precision of their own"),
-        (lambda w, x: x[0] @ jnp.sin(x.T), "put autocast around"),
-        (lambda w, x: jnp.dot(X, W), "pass parameters as arguments"),
-        (
-            lambda w, x: (x[0] @ x[0], x[1] @ x[1], x.astype(int) @ W.T.astype(int).T),
-            r"not within it\); dtype int32$",
-        ),
+        lambda w, x: jnp.sin(x),
+        lambda w, x: jnp.dot(x, w, precision="highest"),
+        lambda w, x: x[0] @ jnp.sin(x.T),
+        lambda w, x: jnp.dot(X, W),
     ],
 )
-def test_a_function_in_which_nothing_becomes_half_warns_once(fun, reason):
+def test_a_function_in_which_nothing_becomes_half_warns_once(fun):
     half = autocast(fun, "float16")
-    with pytest.warns(UserWarning, match=f"no product became half.*{reason}"):
+    with pytest.warns(UserWarning, match=r"no product became half.*\(pass parameters"):
         half(W, X)
     assert F16 not in products(half, W, X)  # filters make a warning an error
 

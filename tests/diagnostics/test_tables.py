@@ -69,7 +69,7 @@ def test_repr_shows_numbers_dtypes_and_counts():
 
 def test_a_finding_is_one_line_of_its_report():
     finding = results()["Finding"]
-    where = f"{__file__}:{inspect.getsourcelines(half_loss)[1] + 1}: warning: "
+    where = f"{__file__}:{inspect.getsourcelines(half_loss)[1]}: warning: "
     assert str(finding).startswith(where)
     assert str(finding) in str(results()["PrecisionReport"]).splitlines()
 

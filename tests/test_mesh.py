@@ -172,17 +172,6 @@ def test_explicit_mode_needs_no_specs_for_exactly_one_scalar_all_reduce(case):
     assert on_each_device(finite(sharded_tree(mesh, spec, bad=np.inf))) == [False] * 8
 
 
-def test_explicit_mode_reduces_only_over_the_axes_that_shard_a_leaf():
-    finite = jax.jit(jmp_scale.all_finite)
-    assert collectives(finite, sharded_tree(EXPLICIT_TWO, P())) == []
-    hlo = finite.lower(sharded_tree(EXPLICIT_TWO, P("j"))).compile().as_text()
-    pairs = (
-        "replica_groups={{0,1},{2,3},{4,5},{6,7}}",
-        "replica_groups=mesh['i'=4,'j'=2] {'j'}",
-    )
-    assert any(groups in hlo for groups in pairs)
-
-
 def test_axes_are_joined_in_the_order_of_the_mesh():
     # A set's order differs between processes, and each host must build one program.
     names = ("i", "model", "k", "data", "expert")

@@ -255,14 +255,9 @@ def test_the_text_has_what_differs_from_the_defaults_and_makes_an_equal_one(made
     assert eval(text, {**vars(jmp_scale), **globals()}) == made
 
 
-def test_arrays_and_what_cannot_be_read_have_a_text_too():
-    several = DynamicLossScale(np.array([8.0, 4.0]), counter=1)
-    text = (
-        "DynamicLossScale(loss_scale=jnp.array([8.0, 4.0]), counter=jnp.array([1, 1]))"
-    )
-    assert repr(several) == text
-    assert_bitwise_equal(eval(text), several)
-    texts = []
+def test_what_is_not_one_known_number_is_shown_by_its_type():
+    several, texts = DynamicLossScale(np.array([8.0, 4.0]), counter=1), []
+    assert repr(several) == "DynamicLossScale(loss_scale=float32[2], counter=int32[2])"
     jax.vmap(lambda traced: texts.append(repr(traced)))(several)
     assert texts == ["DynamicLossScale(loss_scale=float32[], counter=int32[])"]
 
@@ -302,9 +297,5 @@ def test_a_dictionary_scales_each_loss_by_its_own_s_and_unscales_it_exactly():
 
 
 @pytest.mark.parametrize("loss_scale", EVERY_KIND)
-def test_a_loss_scale_is_a_number_and_taken_for_a_state_says_where_that_is(loss_scale):
+def test_a_loss_scale_is_a_number(loss_scale):
     assert float(loss_scale) == (1 if loss_scale == NoOpLossScale() else 8)
-    assert not hasattr(loss_scale, "mu")
-    message = r"no attribute 'mu'; .* is opt_state.inner_state, and optax.tree.get\(opt"
-    with pytest.raises(AttributeError, match=message):
-        _ = loss_scale.mu

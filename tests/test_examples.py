@@ -15,6 +15,7 @@ import sys
 import traceback
 
 import pytest
+from optimizers import by_name
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("[!_]*.py"))
@@ -65,24 +66,18 @@ def run(fresh_process):
     return fresh_process()
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        pytest.param(script, marks=[pytest.mark.slow] if i % 7 else [])
-        for i, script in enumerate(SCRIPTS)
-    ],
-)
+@by_name(["linear_regression.py"], SCRIPTS)
 def test_help_says_what_the_example_shows_and_steps_that_are_none_are_an_error(
-    run, fresh_process, script
+    run, fresh_process, name
 ):
     # Devices are chosen before JAX starts.
-    if "import _devices" in (EXAMPLES / script).read_text():
+    if "import _devices" in (EXAMPLES / name).read_text():
         run = fresh_process()
-    text = run(script, "--help")
+    text = run(name, "--help")
     assert "usage:" in text
     assert "--steps" in text
     expected = "--steps: expected a whole number of at least 1, got '0'"
-    assert expected in run(script, "--steps=0")
+    assert expected in run(name, "--steps=0")
 
 
 def test_every_example_is_in_the_reading_order():

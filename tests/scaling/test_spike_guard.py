@@ -214,7 +214,8 @@ def test_a_new_level_is_accepted_after_ten_spikes_and_guarded_in_its_turn():
 def test_a_step_that_is_not_finite_changes_no_bit_of_the_guard():
     _, guard = judged(SpikeGuard(), *noisy_run())
     for seen in ((jnp.nan, 1.0), (jnp.inf, jnp.inf), (1.0, jnp.nan)):
-        spike, after = guard.judge(*map(jnp.float32, seen), jnp.array(False))
+        judge = jax.jit(type(guard).judge)
+        spike, after = judge(guard, *map(jnp.float32, seen), jnp.array(False))
         assert not spike
         assert_bitwise_equal(after, guard)
 

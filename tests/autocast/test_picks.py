@@ -74,6 +74,48 @@ def smoothed(logits, labels):
     return -jnp.sum(losses, where=seen) / jnp.sum(seen)
 
 
+def ignoring(label):
+    """Labels of tokens that do not count, as data sets mark them."""
+
+    def loss(logits, labels):
+        labels = jnp.where(labels == 7, label, labels)
+        losses, seen = entropy(logits, labels), labels != label
+        return jnp.sum(losses, where=seen) / jnp.sum(seen)
+
+    return loss
+
+
+def of_equinox(logits, labels):
+    """As in the examples of Equinox, whose models end in log_softmax."""
+    logs = jax.vmap(log_softmax)(logits)
+    return -jnp.mean(jnp.take_along_axis(logs, jnp.expand_dims(labels, 1), axis=1))
+
+
+def of_flax(logits, labels):
+    """As in Flax's lm1b: smoothed, with a weight for each token."""
+    soft = jnp.where(jax.nn.one_hot(labels, SIZE) > 0, 0.9, 0.1 / (SIZE - 1))
+    weights = jnp.where(labels > 0, 1, 0)
+    losses = -jnp.sum(soft * log_softmax(logits), axis=-1)
+    return jnp.sum(losses * weights) / jnp.sum(weights)
+
+
+def of_levanter(logits, labels):
+    """A one-hot array times logits, for each token."""
+    logs = logits - jax.nn.logsumexp(logits, -1, keepdims=True)
+    return -jnp.mean(jnp.einsum("bv,bv->b", logs, jax.nn.one_hot(labels, SIZE)))
+
+
+@jax.custom_vjp
+def of_maxtext(logits, targets):
+    return -jnp.mean(jnp.sum(targets * log_softmax(logits), axis=-1))
+
+
+of_maxtext.defvjp(
+    lambda x, y: (of_maxtext(x, y), (jax.nn.softmax(x), y)),
+    lambda saved, g: (g * (saved[0] - saved[1]) / ROWS, jnp.zeros_like(saved[1])),
+)
+
+
 def halves(x):
     return x.reshape(2, 4, *x.shape[1:])
 
@@ -114,6 +156,12 @@ FORMS = {
         )
     ),
     "smoothed and masked": of_logits(smoothed),
+    "ignored labels of -1": of_logits(ignoring(-1)),
+    "ignored labels of -100": of_logits(ignoring(-100)),
+    "Equinox": of_logits(of_equinox),
+    "Flax": of_logits(of_flax),
+    "Levanter": of_logits(of_levanter),
+    "MaxText": of_logits(lambda x, y: of_maxtext(x, jax.nn.one_hot(y, SIZE))),
     "checkpoint": of_logits(jax.checkpoint(negative_log)),
     "a jitted loss": of_logits(jax.jit(negative_log)),
     "chunks": in_chunks(negative_log),

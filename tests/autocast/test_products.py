@@ -124,11 +124,6 @@ def convolution(x, w):
     return convolve(x, w, (1, 1), "SAME")
 
 
-def in_scope(x, w):
-    with jax.named_scope("lm_head"):
-        return x @ w
-
-
 class Head(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -167,7 +162,6 @@ NAMED = {
     "a function": ("head", head, X, W),
     "a convolution": ("convolution", convolution, IMAGE, K3),
     "a weight stored in half": ("head", head, X, W.astype("bfloat16")),
-    "a scope": ("lm_head", in_scope, X, W),
     "a scope of Equinox": ("lm_head", in_equinox, X, W),
     "a Linen module": ("lm_head", in_linen, X, W),
     "a class of Linen": ("Dense", in_linen, X, W),

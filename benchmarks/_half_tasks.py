@@ -26,18 +26,16 @@ class Task(NamedTuple):
       examples: a batch of a key.
       loss: of (parameters, batch, dtype), where None is float32.
       tx: the optimizer, of a number of steps.
-      reported: the loss that counts, default `loss`.
     """
 
     init: Callable[[jax.Array], Any]
     examples: Callable[[jax.Array], Any]
     loss: Callable[[Any, Any, Any], jax.Array]
     tx: Callable[[int], optax.GradientTransformation]
-    reported: Callable[[Any, Any, Any], jax.Array] | None = None
 
 
-def adam(rate: float, **options: Any) -> Callable[[int], Any]:
-    return lambda steps: optax.adam(optax.cosine_decay_schedule(rate, steps), **options)
+def adam(rate: float) -> Callable[[int], Any]:
+    return lambda steps: optax.adam(optax.cosine_decay_schedule(rate, steps))
 
 
 def _pictures(name: str, size: int = 64) -> Callable[[jax.Array], Any]:
@@ -45,15 +43,12 @@ def _pictures(name: str, size: int = 64) -> Callable[[jax.Array], Any]:
     return lambda key: task.examples(key, size)
 
 
-def _reconstructed(params: Any, x: jax.Array, dtype: Any) -> jax.Array:
+def _reconstruction(params: Any, batch: Any, dtype: Any) -> jax.Array:
+    x, _ = batch
     y, params = cast((x, params), dtype)
     for w, b in params:
         y = jax.nn.sigmoid(y @ w + b)
-    return jnp.square(wide(y) - x).mean(-1)
-
-
-def _reconstruction(params: Any, batch: Any, dtype: Any) -> jax.Array:
-    return _reconstructed(params, batch[0], dtype).mean()
+    return jnp.square(wide(y) - x).mean()
 
 
 AUTOENCODER = Task(dense(WIDTHS), _pictures("autoencoder"), _reconstruction, adam(5e-3))
@@ -141,63 +136,6 @@ def _convolutions() -> Task:
     return Task(arrays, _pictures("classifier"), loss, adam(3e-3))
 
 
-def _equation() -> Task:
-    """u'' = load at random points, where u is a network in half precision."""
-
-    def height(params: Any, x: jax.Array, dtype: Any) -> jax.Array:
-        y, params = cast((x[None], params), dtype)
-        *hidden, (last, bias) = params
-        for w, b in hidden:
-            y = jnp.tanh(y @ w + b)
-        y = wide(y @ last + bias)[0]
-        return x * (1 - x) * y
-
-    def loss(params: Any, x: jax.Array, dtype: Any) -> jax.Array:
-        curvature = jax.vmap(jax.grad(jax.grad(height, 1), 1), (None, 0, None))
-        load = -10 * jnp.sin(3 * jnp.pi * x)
-        return jnp.mean((curvature(params, x, dtype) - load) ** 2)
-
-    points = lambda key: jax.random.uniform(key, (32,))  # noqa: E731
-    return Task(dense((1, 24, 24, 1)), points, loss, adam(1e-2))
-
-
-def _light() -> Task:
-    """Two autoencoders, and the weight of the one whose loss counts is 1e-10."""
-    init = dense(WIDTHS)
-
-    def loss(params: Any, batch: Any, dtype: Any) -> jax.Array:
-        heavy, light = (_reconstruction(p, batch, dtype) for p in params)
-        return heavy + 1e-10 * light
-
-    return AUTOENCODER._replace(
-        init=lambda key: [init(k) for k in jax.random.split(key)],
-        loss=loss,
-        tx=adam(5e-3, eps=1e-18),
-        reported=lambda params, batch, _: _reconstruction(params[1], batch, None),
-    )
-
-
-def _heavy() -> Task:
-    """One image in 50 batches has a weight of 2^40, and gradients are clipped."""
-
-    def examples(key: jax.Array) -> Any:
-        x, _ = AUTOENCODER.examples(key)
-        is_heavy = jax.random.bernoulli(key, 0.02)
-        return x, jnp.ones(len(x)).at[0].set(jnp.where(is_heavy, 2.0**40, 1.0))
-
-    def loss(params: Any, batch: Any, dtype: Any) -> jax.Array:
-        return jnp.mean(batch[1] * _reconstructed(params, batch[0], dtype))
-
-    return AUTOENCODER._replace(
-        examples=examples,
-        loss=loss,
-        tx=lambda steps: optax.chain(
-            optax.clip_by_global_norm(1.0), AUTOENCODER.tx(steps)
-        ),
-        reported=lambda params, batch, _: _reconstruction(params, batch, None),
-    )
-
-
 def deep() -> Task:
     """32 sigmoid layers, whose gradients span 2^71."""
     return AUTOENCODER._replace(init=dense((64,) * 33))
@@ -208,7 +146,4 @@ TASKS = {
     "ResNet (Linen)": _resnet,
     "transformer (NNX)": _transformer,
     "convolutions (Equinox)": _convolutions,
-    "differential equation": _equation,
-    "a loss of weight 1e-10": _light,
-    "images of weight 2^40": _heavy,
 }

@@ -1,14 +1,17 @@
 """The smallest programs in which half precision decides what crosses the wire."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from _compiled import options
 from _layouts import placed
-from _models import cast, wide
+from _models import cast, mean_loss, wide
 from _targets import Target
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_scale
@@ -28,12 +31,21 @@ PROGRAMS[HALF_PARAMETERS] = PROGRAMS["autocast"]
 class Minimal(NamedTuple):
     """A loss of (parameters, batch, dtype), and the shapes and specs of its arguments.
 
-    `batch` is also given its dtype. The mesh has the one axis `chips`.
+    `batch` is also given its dtype. The mesh has the one axis `chips`, or those of the
+    `model` that devices share and of the batch.
     """
 
     loss: Callable[..., jax.Array]
     params: dict[str, tuple[tuple[int, ...], P]]
     batch: tuple[tuple[int, ...], P, Any]
+    shared: int = 0  # chips of the axis `model`; 0: there is the axis `chips` alone
+    axes: AxisType = AxisType.Auto
+
+    def mesh(self, target: Target) -> Mesh:
+        names = {"chips": target.chips}
+        if self.shared:
+            names = {"data": target.chips // self.shared, "model": self.shared}
+        return target.mesh_of(names, self.axes)
 
 
 def _products_of_one_operand(params, x, dtype):
@@ -60,6 +72,26 @@ def _layers(params, x, dtype):
     for weight in cast(params, dtype).values():
         x = jax.nn.gelu(x @ weight)
     return jnp.mean(wide(x) ** 2)
+
+
+def _logits(params, dtype):
+    """Of a head; under Explicit axes its weights are gathered before the product."""
+    x, out = (cast(params[name], dtype) for name in ("x", "out"))
+    sharding = jax.typeof(out).sharding
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        out = jax.sharding.reshard(out, NamedSharding(sharding.mesh, P()))
+    return wide(x @ out)
+
+
+def _logsumexp_head(params, labels, dtype):
+    logits = _logits(params, dtype)
+    return jnp.mean(
+        optax.softmax_cross_entropy_with_integer_labels(logits, labels, axis=-1)
+    )
+
+
+def _log_softmax_head(params, labels, dtype):
+    return mean_loss(_logits(params, dtype), labels)
 
 
 ROWS, COLUMNS, WHOLE = P("chips"), P(None, "chips"), P()
@@ -91,6 +123,22 @@ MINIMAL = {
         ((32768, 1024), ROWS, jnp.float32),
     ),
 }
+HEADS = {"logsumexp": _logsumexp_head, "log_softmax": _log_softmax_head}
+TOKENS, OUT = (8192, 768), (768, 50304)
+for form, loss in HEADS.items():
+    for layout, x, out, how in (
+        ("DP", ROWS, WHOLE, ()),
+        ("FSDP", ROWS, ROWS, ()),
+        ("FSDP, Explicit", ROWS, ROWS, (0, AxisType.Explicit)),
+        ("TP", WHOLE, P(None, "model"), (8,)),
+        ("DPxTP", P("data"), P(None, "model"), (4,)),
+    ):
+        MINIMAL[f"head by {form}, {layout}"] = Minimal(
+            loss,
+            {"x": (TOKENS, x), "out": (OUT, out)},
+            (TOKENS[:1], x, jnp.int32),
+            *how,
+        )
 
 
 def compile_minimal(
@@ -98,14 +146,17 @@ def compile_minimal(
 ) -> Any:
     """Value and gradient, each gradient placed like its parameter."""
     minimal = MINIMAL[name]
+    mesh = minimal.mesh(target)
 
     def place(shape: Any, spec: P, dtype: Any) -> jax.ShapeDtypeStruct:
-        return placed(jax.ShapeDtypeStruct(shape, dtype), target.mesh, *spec)
+        return placed(jax.ShapeDtypeStruct(shape, dtype), mesh, *spec)
 
     stored = half if program == HALF_PARAMETERS else jnp.float32
     params = {name: place(*how, stored) for name, how in minimal.params.items()}
     out = {name: param.sharding for name, param in params.items()}
     gradient = jax.value_and_grad(PROGRAMS[program](minimal.loss, half))
     jitted = jax.jit(gradient, out_shardings=(None, out))
-    lowered = jitted.lower(params, place(*minimal.batch))
+    is_explicit = minimal.axes == AxisType.Explicit
+    with jax.set_mesh(mesh) if is_explicit else contextlib.nullcontext():
+        lowered = jitted.lower(params, place(*minimal.batch))
     return lowered.compile(compiler_options=options(target))

@@ -7,7 +7,8 @@ allocated or run. Ratios are to casting by hand. One row alone:
     python benchmarks/sharded.py --targets h100:8 --layouts FSDP --models u2 \
         --steps gradient --programs autocast --resume rows.json
 
-A loop counts as often as it runs. `--minimal` compiles programs of one cause each.
+A loop counts as often as it runs. `--minimal` compiles programs of one cause each, and
+the head of a language model.
 Programs with `sum_gradients` are a `shard_map` over the axis of the batch, under FSDP
 with weights that are gathered once, in half precision: layouts DP and FSDP alone.
 

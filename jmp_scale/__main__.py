@@ -11,17 +11,12 @@ import jax
 
 from . import __version__
 from ._machine import facts, gain
-from .diagnostics._timing import Comparison, compare, markdown
+from .diagnostics._timing import compare, markdown
 
-_SECONDS = 10, 100  # of the rounds, for the products and for the models
+_SECONDS = 10.0, 25.0  # of the rounds, for the products and for each table of a model
 _SEND = (
     'An issue of the form "Times on your device" in the repository takes the file that '
     "`python -m jmp_scale --measure --json > times.json` writes."
-)
-_EXCESS = (
-    ". Where it is not, the compiler computes chains of operations in float32, and "
-    "results are closer to float32's than on another machine; "
-    "XLA_FLAGS=--xla_allow_excess_precision=false rounds them"
 )
 
 
@@ -41,14 +36,16 @@ def main(
         "date": time.strftime("%Y-%m-%d"),
         "device": device,
         "versions": {"jmp_scale": __version__, **facts.versions()},
-        "settings": facts.settings(),
-        "keeps_roundings": facts.keeps_roundings(),
+        "environment": facts.environment(),
         "advice": facts.advice(products, device["platform"]),
         "comparisons": [products],
     }
     if arguments.measure:
-        sizes = sizes or (gain.FOR_CPU if on_cpu else gain.USUAL)
-        report["comparisons"] += _gains(sizes, seconds[1])
+        model = gain.gpt(sizes or (gain.FOR_CPU if on_cpu else gain.USUAL))
+        report["comparisons"] += [
+            compare(*gain.gradients(model), seconds[1], gradient_of=lambda out: out[1]),
+            compare(*gain.steps(model), seconds[1]),
+        ]
         stats = jax.local_devices()[0].memory_stats() or {}
         report["peak_bytes_of_first_device"] = stats.get("peak_bytes_in_use")
         report["send"] = _SEND
@@ -61,17 +58,16 @@ def main(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jmp_scale",
-        description="Prints which half-precision dtype to take on this machine and "
-        "why: products in float32 and half precision, roundings, versions and "
-        "settings. Half a minute, and the time to compile four programs.",
+        description="Prints which half-precision dtype to take on this machine: "
+        "products in float32 and half precision, and versions. Half a minute.",
         epilog="The output is Markdown, to paste into an issue or a table.",
     )
     parser.add_argument(
         "--measure",
         action="store_true",
         help="also measures what you would gain: times, memory and errors of the "
-        "gradients of three models, and whole steps, in float32, cast by hand and with "
-        "autocast (two minutes, and the time to compile 20 programs)",
+        "gradient of GPT-2, and of whole steps, in float32, cast by hand and with "
+        "autocast (a minute, and the time to compile ten programs)",
     )
     parser.add_argument(
         "--json", action="store_true", help="prints all measurements as JSON"
@@ -79,37 +75,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _gains(sizes: gain.Sizes, seconds: float) -> list[Comparison]:
-    """Compares the gradients of each model, and whole steps."""
-    each = seconds / (len(gain.MODELS) + 1)
-    found = []
-    for model_of in gain.MODELS:
-        title, programs = gain.gradients(model_of(sizes))
-        part = compare(title, programs, each, gradient_of=lambda results: results[1])
-        found.append(part)
-    title, programs = gain.steps(gain.blocks(sizes))
-    return [*found, compare(title, programs, each)]
-
-
 def _text(report: dict[str, Any]) -> str:
-    device, versions = report["device"], report["versions"]
+    device = report["device"]
     where = f"{device['count']} x {device['kind']} ({device['platform']})"
     if memory := device["memory_bytes_each"]:
         where += f", {memory / 2**30:.1f} GiB each"
-    if device["processes"] > 1:
-        where += f", {device['processes']} processes"
-    named = ", ".join(map(" ".join, versions.items()))
+    named = ", ".join(map(" ".join, report["versions"].items()))
     blocks = [f"{where}, {report['date']}; {named}."]
+    blocks += [f"{name}={value}" for name, value in report["environment"].items()]
     blocks += map(markdown, report["comparisons"])
     if peak := report.get("peak_bytes_of_first_device"):
         blocks.append(f"At its peak the first device held {peak / 2**30:.1f} GiB.")
     blocks.append(report["advice"])
-    kept = [f"{k} {'yes' if v else 'no'}" for k, v in report["keeps_roundings"].items()]
-    note = "" if all(report["keeps_roundings"].values()) else _EXCESS
-    blocks.append(f"Each half-precision operation is rounded: {', '.join(kept)}{note}.")
-    if settings := report["settings"]:
-        lines = [f"- {name} = {value}" for name, value in settings.items()]
-        blocks.append("\n".join(["Settings that are not JAX's defaults:", "", *lines]))
     if send := report.get("send"):
         blocks.append(send)
     return "\n\n".join(blocks)

@@ -1,16 +1,12 @@
-"""Errors for submodules that `import jmp_scale` does not load, and PyTorch's name."""
+"""The error for names that `jmp_scale` does not have, such as PyTorch's."""
 
 import sys
 from typing import NoReturn
-
-_DOORS = ("checkpoints", "linen", "nnx", "plotting")
 
 
 def __getattr__(name: str) -> NoReturn:
     """Raises the error for a name that `jmp_scale` does not have."""
     text = f"module 'jmp_scale' has no attribute {name!r}"
-    if name in _DOORS:
-        raise AttributeError(f"{text}; write import jmp_scale.{name}")
     if name != "GradScaler":
         raise AttributeError(text)
     # `from jmp_scale import GradScaler` has words of its own for an AttributeError.

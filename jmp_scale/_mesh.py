@@ -163,16 +163,6 @@ def refuse_unreduced(function: str, grads: PyTree) -> None:
             )
 
 
-def replicated(fun: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Returns `fun(x)`, replicated if JAX cannot infer its sharding (Explicit axes)."""
-    sharding: NamedSharding = jax.typeof(x).sharding
-    if not named_axes(sharding.spec):
-        return fun(x)
-    out = NamedSharding(sharding.mesh, PartitionSpec())
-    on_auto_axes: Function = jax.sharding.auto_axes(fun, out_sharding=out)
-    return on_auto_axes(x)
-
-
 def names_of(part: AxisName) -> Axes:
     """Returns the axes of an axis name, of several, or of an entry of a spec."""
     if part is None:

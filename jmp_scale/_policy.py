@@ -138,13 +138,11 @@ def checked_half(argument: str, dtype: DTypeLike | None) -> np.dtype:
 
 
 def _name_of(dtype: DTypeLike) -> str:
-    """Returns jmp's name of a dtype in any form, or its own."""
-    named = name_to_dtype.get(dtype) if isinstance(dtype, str) else None
-    dtype = jnp.dtype(named or dtype)
+    """Returns jmp's name of a dtype, or its own."""
     for known, names in dtype_to_names.items():
-        if dtype == known:
+        if jnp.dtype(dtype) == known:
             return names[0]
-    return dtype.name
+    return jnp.dtype(dtype).name
 
 
 def _parse_dtype(name: str) -> DTypeLike:

@@ -5,6 +5,7 @@ import inspect
 import math
 import re
 import sys
+import types
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +21,7 @@ from ._types import Leaf
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
 # Modules that call users' functions: under `jit` JAX's frames are the innermost ones.
-_LIBRARIES = re.compile(r"(jmp_scale|jax|flax|optax|equinox|haiku|contextlib)\b")
+_LIBRARIES = re.compile(r"(jmp_scale|jax|flax|optax|equinox|haiku|numpy|contextlib)\b")
 _ARRAYS = (np.generic, np.ndarray, jax.Array)
 _LEAST_INTEGERS = {"period": 1, "growth_delay": 0, "hysteresis": 1}
 _WORDS = {
@@ -38,17 +39,12 @@ _BETWEEN = {
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Checks the arguments of a function; a preset has other names for some."""
+    """Checks the arguments of a function."""
 
     function: str
-    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    def name(self, argument: str) -> str:
-        return self.names.get(argument, argument)
 
     def message(self, argument: str, allowed: str, value: object) -> str:
-        name = self.name(argument)
-        return f"{self.function}: expected {name} to be {allowed}, got {value!r}"
+        return f"{self.function}: expected {argument} to be {allowed}, got {value!r}"
 
     def require(
         self, condition: bool, argument: str, value: object, allowed: str
@@ -57,17 +53,10 @@ class Arguments:
             raise ValueError(self.message(argument, allowed, value))
 
     def number(self, argument: str, value: Any) -> float:
-        """Returns `value` as a Python number."""
-        is_number = isinstance(value, (int, float, *_ARRAYS))
-        if not is_number or isinstance(value, (bool, np.bool_)):
+        """Returns `value`, also a concrete 0-d array, as a Python number."""
+        if not isinstance(value, (int, float, *_ARRAYS)):
             raise TypeError(self.message(argument, "a real number", value))
-        try:
-            return float(value)
-        except OverflowError:  # of an integer, which is then beyond any range
-            return math.inf
-        except TypeError as error:  # an array with axes, or a tracer
-            allowed = "a number or a concrete 0-d array of one"
-            raise TypeError(self.message(argument, allowed, value)) from error
+        return float(value)
 
     def integer(self, argument: str, value: object, least: int) -> int:
         """Returns `value` as a Python integer in [least, 2^31)."""
@@ -76,16 +65,10 @@ class Arguments:
         self.require(valid, argument, value, f"an integer in [{least}, 2**31)")
         return int(number)
 
-    def word(self, argument: str, value: object, words: tuple[str, ...]) -> str:
-        allowed = f"one of {', '.join(map(repr, words))}"
-        if not isinstance(value, str):
-            raise TypeError(self.message(argument, allowed, value))
-        self.require(value in words, argument, value, allowed)
-        return value
 
-
-def static_loss_scale(arguments: Arguments, value: object) -> float:
+def static_loss_scale(function: str, value: object) -> float:
     """Returns the S of a `StaticLossScale` as a Python number."""
+    arguments = Arguments(function)
     s = arguments.number("loss_scale", value)
     allowed = "a finite number in [2**-126, 2**126]"
     arguments.require(SMALLEST <= s <= LARGEST, "loss_scale", value, allowed)
@@ -98,7 +81,9 @@ def rule(arguments: Arguments, given: Mapping[str, Any]) -> dict[str, Any]:
     for field, least in _LEAST_INTEGERS.items():
         values[field] = arguments.integer(field, given[field], least)
     for field, words in _WORDS.items():
-        values[field] = arguments.word(field, given[field], words)
+        word = values[field] = given[field]
+        allowed = f"one of {', '.join(map(repr, words))}"
+        arguments.require(word in words, field, word, allowed)
     for field, (low, high, allowed) in _BETWEEN.items():
         if field != "backoff_factor" or given[field] is not None:
             number = values[field] = arguments.number(field, given[field])
@@ -109,7 +94,7 @@ def rule(arguments: Arguments, given: Mapping[str, Any]) -> dict[str, Any]:
             warn(f"Expected floating type for {field}, got {dtype}")
     low = max(values["min_loss_scale"], SMALLEST)
     high = min(values["max_loss_scale"], LARGEST)
-    allowed = f"at most {arguments.name('max_loss_scale')} = {high}"
+    allowed = f"at most max_loss_scale = {high}"
     arguments.require(low <= high, "min_loss_scale", given["min_loss_scale"], allowed)
     # Rounded like S: otherwise a floor of 0.7 would refuse a saved S of 0.69999999.
     return values | {"min_loss_scale": _float32(low), "max_loss_scale": _float32(high)}
@@ -119,17 +104,15 @@ def float32_leaf(arguments: Arguments, value: Leaf, low: float, high: float) -> 
     """Returns the leaf S as float32, strongly typed; a placeholder unchanged."""
     if not _is_numeric(arguments, "loss_scale", value):
         return value
-    if isinstance(value, jax.Array):
+    if isinstance(value, jax.Array) or np.ndim(value):
         # Not checked, because reading it would block. With a NaN, which a clip keeps,
         # every step would be skipped.
         s = jnp.asarray(value, jnp.float32)
         return jnp.clip(jnp.where(jnp.isnan(s), low, s), SMALLEST, LARGEST)
-    ends = f"[{arguments.name('min_loss_scale')}, {arguments.name('max_loss_scale')}]"
-    allowed = f"in {ends} = [{low}, {high}]"
-    for entry in np.ravel(np.asarray(value)).tolist():
-        s = _float32(arguments.number("loss_scale", entry))
-        arguments.require(low <= s <= high, "loss_scale", entry, allowed)
-    return jnp.asarray(value, jnp.float32)
+    s = _float32(arguments.number("loss_scale", value))
+    allowed = f"in [min_loss_scale, max_loss_scale] = [{low}, {high}]"
+    arguments.require(low <= s <= high, "loss_scale", value, allowed)
+    return jnp.asarray(s, jnp.float32)
 
 
 def int32_leaf(
@@ -140,22 +123,14 @@ def int32_leaf(
     value = start if value is None and follows else value
     if not _is_numeric(arguments, argument, value):
         return value
-    if not isinstance(value, jax.Array):
-        for entry in np.ravel(np.asarray(value)).tolist():
-            arguments.integer(argument, entry, -(2**31))
+    if not np.ndim(value) and not isinstance(value, jax.Array):
+        value = arguments.integer(argument, value, -(2**31))
     leaf = jnp.asarray(value, jnp.int32)
     return jnp.broadcast_to(leaf, jnp.shape(loss_scale)) if follows else leaf
 
 
 def key_words(function: str, key: jax.Array) -> jax.Array:
     """Returns the first 64 bits of a PRNG key, typed or raw, as u32[2] for Threefry."""
-    dtype = getattr(key, "dtype", np.dtype(object))
-    if dtype != jnp.uint32 and not jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        got = repr(key) if isinstance(key, (int, str)) else described(key)
-        raise TypeError(
-            f"{function}: expected key to be a PRNG key, got {got}; write "
-            "key=jax.random.key(0)"
-        )
     words = jax.random.key_data(key)
     if words.ndim != 1 or words.size < 2:
         raise ValueError(
@@ -168,10 +143,15 @@ def key_words(function: str, key: jax.Array) -> jax.Array:
 
 def warn(message: str) -> None:
     """Warns at the line of the first caller outside of libraries."""
-    frame, level = sys._getframe(), 1
+    warnings.warn(message, stacklevel=user_frame()[1])
+
+
+def user_frame() -> tuple[types.FrameType | None, int]:
+    """Returns the first caller outside of libraries, and its level above this one's."""
+    frame, level = sys._getframe(1), 1
     while frame and _LIBRARIES.match(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
+    return frame, level
 
 
 def _float32(number: float) -> float:
@@ -189,9 +169,7 @@ def _is_numeric(arguments: Arguments, argument: str, value: Leaf) -> bool:
 
 def require_function(name: str, fun: object) -> None:
     """Raises a TypeError unless `fun` is a function, and not a model or a class."""
-    modules = [c.__module__ for c in type(fun).__mro__]
-    is_linen = any(module.startswith("flax.linen") for module in modules)
-    if is_module(fun) or is_linen or inspect.isclass(fun):
+    if is_module(fun) or inspect.isclass(fun):
         raise TypeError(
             f"{name}: expected a function, got {described(fun)}; wrap the function "
             "that calls the model: lambda model, x: loss(model(x)), or of Linen "
@@ -207,9 +185,9 @@ def require_callable(name: str, fun: object, cure: str) -> None:
 
 
 def require_bool(function: str, argument: str, value: object) -> None:
-    if not isinstance(value, (bool, np.bool_)):
-        allowed = "True or False"
-        raise TypeError(Arguments(function).message(argument, allowed, value))
+    if not isinstance(value, bool):
+        message = Arguments(function).message(argument, "True or False", value)
+        raise TypeError(message)
 
 
 def described(value: Leaf) -> str:

@@ -22,14 +22,10 @@ except ImportError as error:
     ) from error
 
 # Okabe and Ito's colors, which color-blind readers can tell apart on any page.
-_BLUE, _ORANGE, _RED, _PURPLE = "#0072b2", "#e69f00", "#d55e00", "#cc79a7"
+_BLUE, _RED, _PURPLE = "#0072b2", "#d55e00", "#cc79a7"
 _INK = "#7f7f7f"  # of text, legible on light and dark pages
-# What a history may have: label, and the limits of a guard.
-_ROWS = {
-    "loss": ("loss", "loss_limit"),
-    "grad_norm": ("gradient norm", "norm_limit"),
-    "log2_scale": ("loss scale S", None),
-}
+# What a history may have, and labels.
+_ROWS = {"loss": "loss", "grad_norm": "gradient norm", "log2_scale": "loss scale S"}
 
 
 def plot_history(
@@ -40,8 +36,7 @@ def plot_history(
     The colors are legible on light and dark pages: `savefig(..., transparent=True)`.
 
     Args:
-      history: with losses, gradient norms, or an S other than 1. The limits of a guard
-        are drawn if it had one.
+      history: with losses, gradient norms, or an S other than 1.
       axes: one for each of these three that the history has, in this order.
     """
     recorded = history.to_dict()
@@ -66,8 +61,8 @@ def plot_history(
 
 def _draw_row(ax: Axes, name: str, recorded: dict[str, np.ndarray]) -> None:
     finite = {k: np.where(np.isfinite(x), x, np.nan) for k, x in recorded.items()}
-    (_, limit), step, y = _ROWS[name], recorded["step"], finite[name]
-    if limit is None:
+    step, y = recorded["step"], finite[name]
+    if name == "log2_scale":
         ax.step(step, y, where="post", color=_BLUE, label="S")
         ax.margins(y=0.15)
         ax.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -75,10 +70,6 @@ def _draw_row(ax: Axes, name: str, recorded: dict[str, np.ndarray]) -> None:
     else:
         shown = np.where(recorded["applied"], y, np.nan)
         ax.plot(step, shown, color=_BLUE, lw=1.2, label="applied")
-        if np.isfinite(finite[limit]).any():
-            ax.plot(
-                step, finite[limit], "--", color=_ORANGE, label="limit of the guard"
-            )
         # On a linear axis, a spike of a thousand times the loss would flatten the rest.
         if np.nanmin(y) > 0:
             ax.set_yscale("log")
@@ -91,7 +82,7 @@ def _draw_row(ax: Axes, name: str, recorded: dict[str, np.ndarray]) -> None:
     ):
         if flags.any():
             ax.plot(step[flags], y[flags], marker, c=color, label=f"skipped: {cause}")
-    ax.set_ylabel(_ROWS[name][0], color=_INK)
+    ax.set_ylabel(_ROWS[name], color=_INK)
     ax.tick_params(colors=_INK, which="both")
     ax.spines[:].set_edgecolor(_INK)
     _finish(ax)

@@ -12,12 +12,10 @@ from typing import NamedTuple
 
 import pytest
 
-import jmp_scale
-
 PACKAGE = pathlib.Path(__file__).parents[1] / "jmp_scale"
 FLAX = {"_flax", "linen", "nnx"}
 OPTIMIZERS = {"_half_storage.storage", "_machine.gain"}
-OPTIMIZERS |= {"_state", "_scaling.extra_args", "_scaling.transform"}
+OPTIMIZERS |= {"_state", "_scaling.transform"}
 MAY_IMPORT = {"optax": FLAX | OPTIMIZERS, "flax": FLAX, "matplotlib": {"plotting"}}
 # Modules that are tested by other files than those of their names, and why.
 TESTED_BY = {
@@ -28,8 +26,7 @@ TESTED_BY = {
     "_pytree": ("scaling/test_loss_scale", "fields are those of loss scales"),
     "_contexts": ("scaling/test_gradients", "value_and_grad sets them"),
     "_state": ("scaling/test_transform", "a state is what the transformation returns"),
-    "_scaling.extra_args": ("scaling/test_transform", "arguments are passed through"),
-    "_doors": ("test_architecture", "an attribute of the package"),
+    "_doors": ("test_mistakes", "a name of PyTorch leads to ours"),
     "_machine.*": ("test_machine", "the command prints what these measure"),
     "__main__": ("test_machine", "a command prints what is measured"),
     "_flax": ("test_linen", "serialization is that of Flax"),
@@ -226,14 +223,6 @@ def test_importing_the_package_imports_neither_flax_nor_matplotlib():
     loaded = set(lines_of_a_process(FLAX_LAST)[0])
     assert "jmp_scale" in loaded
     assert not loaded & {"flax", "matplotlib", "equinox", "haiku", "sklearn", "tqdm"}
-
-
-@pytest.mark.parametrize("name", ["checkpoints", "linen", "nnx", "plotting", "other"])
-def test_a_module_that_is_imported_by_name_is_an_error_that_says_so(name, monkeypatch):
-    monkeypatch.delattr(jmp_scale, name, raising=False)
-    hint = "" if name == "other" else f"; write import jmp_scale.{name}"
-    with pytest.raises(AttributeError, match=f"has no attribute '{name}'{hint}$"):
-        getattr(jmp_scale, name)
 
 
 def test_every_test_that_a_comment_names_exists():

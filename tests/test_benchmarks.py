@@ -5,20 +5,16 @@ import os
 import pathlib
 import re
 
-import _hlo
 import _targets
 import autocast
 import correctness
-import gradient_sums
 import half_storage
-import health_validation
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import overhead
 import pytest
-import sharded
 import stability
 from _loops import Step, train_jmp_scale
 from _stability_tasks import Task
@@ -109,32 +105,10 @@ def test_the_guard_skips_exactly_the_bad_batches_and_gives_way_without_one(fault
         assert skips.sum(axis=1).max() <= (10 if fault == "level shift" else 0)
 
 
-@pytest.mark.parametrize("fault", [name for name in FAULTS if name != stability.CLEAN])
+@pytest.mark.parametrize("fault", ["one spike", "NaN later"])
 def test_a_guarded_run_ends_within_15_percent_of_the_clean_one(fault):
     assert ratio(stability.guard, fault) <= stability.GOAL
-    if fault in ("one spike", "NaN later"):
-        assert ratio(stability.nothing, fault) > stability.GOAL
-
-
-def test_precision_of_health_leaves_out_runs_between_and_recall_is_of_one_kind():
-    falls, said = np.linspace(2, 1, 500), frozenset({"loss diverges"})
-    grows, blows_up = np.append(falls, falls[::-1]), np.append([2, 1e4], falls[:498])
-
-    def run(loss, said=frozenset(), fault=""):
-        return health_validation.Run(loss, np.ones(loss.shape), said, fault)
-
-    outcomes = [
-        (health_validation.WRONG, run(grows, said)),
-        (health_validation.WRONG, run(grows)),
-        (health_validation.WRONG, run(blows_up, said)),
-        (health_validation.WRONG, run(falls, fault="bursts")),
-        (health_validation.WELL, run(falls, said)),
-        (health_validation.BETWEEN, run(falls, said)),
-    ]
-    scores = functools.partial(health_validation.scores, wanted=said)
-    assert scores(outcomes, kind="loss diverges") == [2, 1, 1, 2, 1, 1, "0.67", "0.50"]
-    assert scores(outcomes) == [4, 1, 1, 2, 1, 1, "0.67", "0.50"]
-    assert scores([])[-2:] == ["-", "-"]
+    assert ratio(stability.nothing, fault) > stability.GOAL
 
 
 # Storage and sums.
@@ -158,50 +132,6 @@ def test_a_state_has_the_bytes_of_the_table(row):
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(tx.init(params)))
     assert parameter == "2"
     assert size // 1000 == int(beside) + int(moments)
-
-
-@pytest.mark.parametrize("name", half_storage.ROWS)
-def test_all_forms_of_a_state_round_the_same_averages(name):
-    params, key = {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}, jax.random.key(0)
-    forms = half_storage.forms_of(half_storage.ROWS[name]).values()
-    plain, nearest, stochastic = (
-        jax.eval_shape(form.make(lambda _: 1e-3, key).init, params) for form in forms
-    )
-    dtypes = [x.dtype for x in jax.tree.leaves(nearest)]
-    assert dtypes == [x.dtype for x in jax.tree.leaves(stochastic.inner_state)]
-    assert dtypes.count(jnp.bfloat16) in (2, 3, 4)
-    assert jnp.bfloat16 not in [x.dtype for x in jax.tree.leaves(plain)]
-
-
-def test_a_sum_in_float32_over_64_devices_errs_as_one_device_does():
-    rows = {row[0]: row for row in gradient_sums.error_table([1, 64]).rows}
-    one, many = (float(rows[count][2]) for count in (1, 64))
-    assert many <= 1.1 * one
-    assert float(rows[64][1]) > 2 * one
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", [("h100", 8), ("tpu-v5e", 4)], ids=str)
-@pytest.mark.parametrize("sharding", ["data-parallel", "FSDP"])
-def test_autocast_sums_no_gradient_in_float16_on_a_gpu_or_tpu(
-    target, sharding, monkeypatch
-):
-    name, chips = target
-    if reason := _targets.missing(name):
-        pytest.skip(reason)
-    shapes = {"in": (512, 1024), "bias": (1024,), "out": (1024, 512)}
-    monkeypatch.setattr(gradient_sums, "SHAPES", shapes)
-    monkeypatch.setattr(gradient_sums, "LAYERS", 1)
-    target = _targets.Target(name, chips)
-    sums = {}
-    for product in gradient_sums.PRODUCTS:
-        compiled = gradient_sums.compile_step(target, sharding, product)
-        module = _hlo.parse(compiled.as_text())
-        sums[product] = gradient_sums.moved_bytes(module, gradient_sums.SUMS)[0]
-    assert sums["lax.dot_general"] >= 2 * 2 * 512 * 1024
-    assert sums["autocast"] == 0
-    gathers = gradient_sums.moved_bytes(module, gradient_sums.GATHERS)
-    assert gathers[1] <= 4 * 1024  # weights are communicated in half precision
 
 
 # The commands: small runs print the tables that the pages are filled from.
@@ -231,12 +161,6 @@ def test_a_command_prints_its_table(script, monkeypatch, capsys):
     options, printed = COMMANDS[script]
     script.main(options.split())
     assert printed in capsys.readouterr().out
-
-
-def test_layouts_that_no_target_has_are_refused_with_what_is_expected(capsys):
-    with pytest.raises(SystemExit):
-        sharded.main(["--targets", "h100"])
-    assert "expected NAME:CHIPS, got 'h100'" in capsys.readouterr().err
 
 
 def test_a_compiler_that_is_missing_is_named_with_its_extra(monkeypatch):

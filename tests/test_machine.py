@@ -1,7 +1,6 @@
 """`python -m jmp_scale` says what a machine does with half precision, and measures."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -9,7 +8,6 @@ import sys
 import jax
 import numpy as np
 import pytest
-from helpers import one_of
 
 from jmp_scale import __main__ as command
 from jmp_scale._machine import facts, gain
@@ -23,7 +21,7 @@ from jmp_scale.diagnostics._timing import (
     compare,
 )
 
-TINY = gain.Sizes((1, 8, 4), (1, 8, 2, 4, 2, 16), (1, 4, 4, 2))
+TINY = gain.Sizes(1, 8, 2, 4, 2, 16)
 RATIO = r"\d+\.\d\d \(\d+\.\d\d to \d+\.\d\d\)"
 PRODUCTS = ["float32", "bfloat16", "float16", 'float32, precision "highest"']
 GRADIENTS = [
@@ -64,19 +62,32 @@ def test_the_report_names_versions_device_products_and_advice(capsys):
     assert re.search(rf"\| float16 +\| +\S+ \| +{RATIO} \| +0.0 \| +\S+ \|", text)
     assert re.search(r"Believe no gain below \d+\.\d\d: float32 beside itself", text)
     assert "This is a CPU: half precision is for tests here" in text
-    assert re.search("rounded: bfloat16 (yes|no), float16 (yes|no)", text)
+    assert "JAX_PLATFORMS=cpu" in text
 
 
-@pytest.mark.slow
-def test_json_holds_the_models_too_in_every_precision(capsys):
+def perceptron(sizes):
+    """A model that compiles faster than GPT-2."""
+
+    def loss(w, x):
+        return jax.numpy.mean((x @ w).astype("float32") ** 2)
+
+    w, x = jax.random.normal(jax.random.key(0), (2, sizes.width, sizes.width))
+    return gain.Model("MLP", loss, w, x)
+
+
+@pytest.mark.parametrize(
+    ("model", "title"),
+    [(perceptron, "MLP"), pytest.param(gain.gpt, "GPT-2 (1 b", marks=pytest.mark.slow)],
+)
+def test_json_holds_a_model_in_every_precision(model, title, monkeypatch, capsys):
+    monkeypatch.setattr(gain, "gpt", model)
     found = json.loads(report(capsys, "--measure", "--json"))
-    names = "date device versions settings keeps_roundings advice comparisons "
+    names = "date device versions environment advice comparisons "
     assert " ".join(found) == names + "peak_bytes_of_first_device send"
     assert {"python", "jmp_scale", "jax", "jaxlib", "optax"} <= found["versions"].keys()
-    kinds = ["product of two 8 x 8 matrices", "gradient of an MLP"]
-    kinds += ["gradient of 1 residual blocks", "gradient of GPT-2 (1 blocks"]
-    kinds += ["step of AdamW for GPT-2 (1 blocks"]
-    programs = [PRODUCTS, GRADIENTS, GRADIENTS, GRADIENTS, STEPS]
+    kinds = ["product of two 8 x 8 matrices", f"gradient of {title}"]
+    kinds += [f"step of AdamW for {title}"]
+    programs = [PRODUCTS, GRADIENTS, STEPS]
     for one, kind, expected in zip(found["comparisons"], kinds, programs, strict=True):
         assert one["title"].startswith(kind)
         rows = one["rows"]
@@ -85,28 +96,14 @@ def test_json_holds_the_models_too_in_every_precision(capsys):
         assert all(row["milliseconds"] > 0 and row["mebibytes"] > 0 for row in rows)
         assert rows[1]["gain"].keys() == {"median", "low", "high"}
         assert one["believable"] >= 1
-        halves = rows[1:-1]
         has_errors = kind.startswith("gradient")
-        assert all((row["error"] is not None) == has_errors for row in halves)
-        assert all(0 < row["error"] < 0.2 for row in halves if has_errors)
-
-
-@pytest.mark.parametrize("make", one_of(3, [gain.mlp, gain.stage, gain.blocks]))
-def test_a_model_is_float32_and_its_casts_are_the_same_function(make):
-    model = make(TINY)
-    loss, grads = jax.value_and_grad(model.loss)(model.params, model.batch)
-    assert {x.dtype for x in jax.tree.leaves((loss, grads))} == {np.dtype("float32")}
-    assert float(loss) > 0
-    for compile_ in gain.gradients(model)[1].values():
-        value, half = compile_().run()
-        np.testing.assert_allclose(float(value), float(loss), rtol=0.05)
-        for x, y in zip(*map(jax.tree.leaves, (half, grads)), strict=True):
-            assert np.linalg.norm(y) > 0
-            assert np.linalg.norm(x - y) <= 0.1 * np.linalg.norm(y)
+        for row in rows[1:-1]:
+            assert (row["error"] is not None) == has_errors
+            assert not has_errors or 0 < row["error"] < 0.1
 
 
 def test_a_step_trains_call_after_call():
-    for compile_ in gain.steps(gain.mlp(TINY))[1].values():
+    for compile_ in gain.steps(perceptron(TINY))[1].values():
         run = compile_().run
         losses = [float(run()[2]) for _ in range(9)]
         assert losses[-1] < losses[0]
@@ -193,17 +190,13 @@ def test_a_program_that_the_device_refuses_is_said():
 
 
 ADVICE = [
-    (
-        (4.0, 4.0),
-        ['Take "bfloat16", which', '"float16" with D', "precision matters"],
-    ),
-    ((4.0, 1.0), ['Take "bfloat16", which', "float16 is not faster here"]),
-    ((4.0, None), ['Take "bfloat16", which', "float16 did not run here"]),
-    ((1.0, 4.0), ['Take "float16" with', "bfloat16 is not faster here"]),
-    ((None, 4.0), ['Take "float16" with', "bfloat16 did not run here"]),
-    ((1.2, 1.3), ["No gain above 1.3 times", "bfloat16 1.20 and float16 1.30 times)"]),
-    ((1.2, None), ["No gain above 1.3", "bfloat16 1.20 times; float16 did not run"]),
-    ((None, None), ["No advice"]),
+    ((4.0, 4.0), 'Take "bfloat16", which'),
+    ((4.0, None), 'Take "bfloat16", which'),
+    ((1.0, 4.0), 'Take "float16" with'),
+    ((None, 4.0), 'Take "float16" with'),
+    ((1.2, 1.3), "bfloat16 and float16: no gain above 1.3 times"),
+    ((1.2, None), "bfloat16: no gain above 1.3 times"),
+    ((None, None), "No advice"),
 ]
 
 
@@ -214,36 +207,12 @@ def test_advice_is_of_measured_products_and_of_gains_above_the_control(gains, ex
         for name, x in zip(facts.HALVES, gains, strict=True)
     ]
     text = facts.advice(Comparison("", tuple(rows), 1.05), "gpu")
-    assert text.startswith(expected[0])
-    assert all(part in text for part in expected)
+    assert text.startswith(expected)
     assert "Take" not in facts.advice(Comparison("", tuple(rows), 4.5), "gpu")
 
 
-def test_settings_are_those_that_are_not_defaults(monkeypatch):
-    for name in facts._VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    assert "jax_enable_x64" not in facts.settings()
-    monkeypatch.setenv("XLA_FLAGS", "--xla_allow_excess_precision=false")
-    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
-        found = facts.settings()
-    assert found["jax_enable_x64"].startswith("True (")
-    assert found["jax_default_matmul_precision"].startswith("highest (")
-    assert found["XLA_FLAGS"] == "--xla_allow_excess_precision=false"
-
-
 @pytest.mark.slow
-def test_the_module_runs_as_a_command_and_roundings_can_be_kept():
-    code = "from jmp_scale import __main__\n__main__.main(['--json'], side=8)"
-    found = json.loads(
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "XLA_FLAGS": "--xla_allow_excess_precision=false"},
-            capture_output=True,
-            check=True,
-            timeout=120,
-        ).stdout
-    )
-    assert found["keeps_roundings"] == {"bfloat16": True, "float16": True}
+def test_the_module_runs_as_a_command():
     options = {"capture_output": True, "text": True, "check": True, "timeout": 120}
     run = subprocess.run([sys.executable, "-m", "jmp_scale", "--help"], **options)
     assert "--measure" in run.stdout

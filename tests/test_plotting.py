@@ -62,30 +62,25 @@ def test_the_loss_scale_is_drawn_with_its_two_kinds_of_skipped_steps():
     assert "$2^{15}$" in [text.get_text() for text in ax.get_yticklabels()]
 
 
-def spike_history(spikes=(3,), loss=2.0, limits=True):
+def spike_history(spikes=(3,), loss=2.0):
     """Ten steps, of which some were skipped as spikes."""
     applied = ~np.isin(np.arange(10), spikes)
     factor = np.where(applied, np.float32(1), np.float32(100))
-    columns = {"applied": applied, "loss": loss * factor, "grad_norm": 0.5 * factor}
-    if limits:
-        columns |= {"loss_limit": np.full(10, 4.0), "norm_limit": np.full(10, 2.0)}
-    return history_of(**columns)
+    return history_of(applied=applied, loss=loss * factor, grad_norm=0.5 * factor)
 
 
-def test_spikes_are_drawn_above_the_limits_that_they_passed():
+def test_spikes_are_drawn_above_the_losses_and_norms_of_applied_steps():
     top, bottom = plotting.plot_history(spike_history())
     assert marked(top, "skipped: spike") == [[3, 200]]
     assert marked(bottom, "skipped: spike") == [[3, 50]]
-    assert [y for _, y in marked(top, "limit of the guard")] == [4] * 10
     assert np.isnan(marked(top, "applied")[3][1])
     assert bottom.get_xlabel() == "step"
 
 
 @pytest.mark.parametrize("loss", [2.0, -2.0])
-def test_a_run_without_spikes_and_limits_is_drawn_whatever_its_losses(loss):
+def test_a_run_without_spikes_is_drawn_whatever_its_losses(loss):
     figure, axes = plt.subplots(1, 2)
-    history = spike_history((), loss, limits=False)
-    top, bottom = plotting.plot_history(history, axes)
+    top, bottom = plotting.plot_history(spike_history((), loss), axes)
     assert (top, bottom) == tuple(axes)
     assert len(top.lines) == 1
     assert top.get_yscale() == ("log" if loss > 0 else "linear")

@@ -32,7 +32,7 @@ from .._validation import require_bool, require_function, warn
 from .higher_order import as_dtypes
 from .interpreter import Interpreter, Notes, TraceCache
 from .marks import checked_names, is_unscaled, tracing
-from .products import why_float32
+from .products import is_partly_half
 from .provenance import Origin
 from .recompute.units import RecomputingInterpreter
 
@@ -119,12 +119,6 @@ def autocast(
     require_function("autocast", fun)
     for name, value in (("recompute", recompute), ("share_casts", share_casts)):
         require_bool("autocast", name, value)
-    if dtype is None:
-        raise ValueError(
-            "autocast: expected dtype float16 or bfloat16, got None; write "
-            'autocast(fun, "bfloat16"), or above a function '
-            '@functools.partial(jmp_scale.autocast, dtype="bfloat16")'
-        )
     forward = checked_half("dtype", dtype)
     back = forward if backward is None else checked_half("backward", backward)
     names = checked_names("keep_float32", keep_float32)
@@ -189,5 +183,10 @@ def _warn_of_nothing(jaxpr: Program, notes: Notes) -> None:
     warned = notes.warned
     if not notes.any_half and "no product" not in warned:
         warned.add("no product")
-        if reasons := why_float32(jaxpr):
-            warn(f"autocast: no product became half precision: {reasons}")
+        if not any(map(is_partly_half, _jaxpr.equations(jaxpr))):
+            warn(
+                "autocast: no product became half precision: there is none, or all are "
+                "of constants (pass parameters as arguments), sums or outer products "
+                "(put autocast around jax.vmap, not within it), of their own dtype or "
+                "precision, or in keep_float32 or a call that cannot be read"
+            )

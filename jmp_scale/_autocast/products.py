@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from .. import _jaxpr
 from .._jaxpr import PRODUCTS, Atom, Jaxpr, JaxprEqn, NameStack, Var, variables
 from .._policy import is_half
-from .dot_general import split_sizes, sum_of_terms, wide_dot_general
+from .dot_general import Sizes, split_sizes, sum_of_terms, wide_dot_general
 from .marks import CAST
 from .rounding import widened
 
@@ -84,8 +84,6 @@ class Product:
         pair = self.moved([x if i == float32 else x.astype(dtype) for i, x in operands])
         if float32 is None:
             params = {"precision": None, "preferred_element_type": result or dtype}
-            # A product need not take these.
-            params = {k: x for k, x in params.items() if k in self.equation.params}
             inputs = [*pair, *values[2:]]
             (found,) = _jaxpr.evaluate(self.equation, inputs, **params)
         else:
@@ -115,25 +113,7 @@ class Fate(enum.Enum):
 
     BECOMES_HALF = enum.auto()
     IS_HALF = enum.auto()  # as traced: both operands, or the result
-    OTHER_DTYPE = enum.auto()
-    OWN_PRECISION = enum.auto()
-    IS_SUM = enum.auto()  # no work for a matrix unit
-    IS_CONSTANT = enum.auto()
-    IS_EXEMPT = enum.auto()
-
-
-# Why a product is float32, where nothing is known of the program around it.
-_REASONS = {
-    Fate.BECOMES_HALF: (
-        "constants as operands (pass parameters as arguments), keep_float32 around "
-        "them, or a call around them that cannot be read"
-    ),
-    Fate.OWN_PRECISION: "a precision of their own",
-    Fate.IS_SUM: (
-        "nothing to do for a matrix unit (sums, outer products; give one row of data "
-        "an axis of one, and put autocast around jax.vmap, not within it)"
-    ),
-}
+    STAYS = enum.auto()
 
 
 def never(_: object) -> bool:
@@ -150,24 +130,26 @@ def fate(
 ) -> Fate:
     """Decides the fate of a product in a program, or alone.
 
-    A vector times a matrix that `is_parameter` is one row of a batch. An operand that
-    `is_constant` is computed from integers and constants alone. `is_exempt`, whether a
-    name keeps the product float32, is asked last: it may note which products were met.
+    Products of other dtypes, of a precision of their own, and what is no work for a
+    matrix unit stay as they are. A vector times a matrix that `is_parameter` is one row
+    of a batch. An operand that `is_constant` is computed from integers and constants
+    alone. `is_exempt`, whether a name keeps the product float32, is asked last: it may
+    note which products were met.
     """
     operands = {_jaxpr.dtype_name(v) for v in eqn.invars[:2]}
     result = _jaxpr.dtype_name(eqn.outvars[0])
     half = {*filter(is_half, operands)}
     if half == operands or is_half(result):
         return Fate.IS_HALF
-    if (operands - half) | {result} != {"float32"}:
-        return Fate.OTHER_DTYPE
-    if {*jax.tree.leaves(eqn.params.get("precision"))} - {_DEFAULT}:
-        return Fate.OWN_PRECISION
-    if not has_matrix_work(eqn, is_parameter):
-        return Fate.IS_SUM
-    if all(map(is_constant, variables(eqn.invars[:2]))):
-        return Fate.IS_CONSTANT
-    return Fate.IS_EXEMPT if is_exempt(eqn) else Fate.BECOMES_HALF
+    precisions = {*jax.tree.leaves(eqn.params.get("precision"))}
+    stays = (
+        (operands - half) | {result} != {"float32"}
+        or not precisions <= {_DEFAULT}
+        or not has_matrix_work(eqn, is_parameter)
+        or all(map(is_constant, variables(eqn.invars[:2])))
+        or is_exempt(eqn)
+    )
+    return Fate.STAYS if stays else Fate.BECOMES_HALF
 
 
 def has_matrix_work(eqn: JaxprEqn, is_parameter: Callable[[Var], bool]) -> bool:
@@ -175,19 +157,25 @@ def has_matrix_work(eqn: JaxprEqn, is_parameter: Callable[[Var], bool]) -> bool:
 
     Not if it contracts nothing or is of two vectors, for each index of the batch.
     """
-    if eqn.primitive.name != "dot_general":
+    sizes = matrix_sizes(eqn)
+    if sizes is None:
         return True
-    numbers = eqn.params["dimension_numbers"]
-    operands = eqn.invars[:2]
-    sizes = split_sizes([_jaxpr.shape(v) for v in operands], numbers)
     if math.prod(sizes[0].contracted) == 1:
         return False
-    matrices = [v for v, each in zip(operands, sizes, strict=True) if each.own]
+    matrices = [v for v, each in zip(eqn.invars[:2], sizes, strict=True) if each.own]
     if len(matrices) == 2:  # also of one row, unless there is one for each index
         is_row = all(math.prod(each.own) == 1 for each in sizes)
-        is_batched = bool(numbers[1][0])
+        is_batched = bool(eqn.params["dimension_numbers"][1][0])
         return not (is_row and is_batched)
     return any(is_parameter(v) for v in variables(matrices))
+
+
+def matrix_sizes(eqn: JaxprEqn) -> list[Sizes] | None:
+    """Returns the sizes of a matrix product's operands; None for other products."""
+    if eqn.primitive.name != "dot_general":
+        return None
+    shapes = [_jaxpr.shape(v) for v in eqn.invars[:2]]
+    return split_sizes(shapes, eqn.params["dimension_numbers"])
 
 
 def becomes_half(eqn: JaxprEqn) -> bool:
@@ -197,8 +185,7 @@ def becomes_half(eqn: JaxprEqn) -> bool:
 
 def stays_float32(eqn: JaxprEqn) -> bool:
     """Whether `autocast` leaves a product float32 on purpose."""
-    found = fate(eqn, is_parameter=never)
-    return found not in (Fate.BECOMES_HALF, Fate.IS_HALF)
+    return fate(eqn, is_parameter=never) is Fate.STAYS
 
 
 def has_products(eqn: JaxprEqn) -> bool:
@@ -219,27 +206,10 @@ def is_partly_half(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in PRODUCTS and has_half
 
 
-def why_float32(jaxpr: _jaxpr.Program) -> str:
-    """Tells why no product becomes half precision; "" if some are already."""
-    reasons: dict[str, None] = {}
-    for eqn in _jaxpr.equations(jaxpr):
-        if eqn.primitive.name in _jaxpr.SCALED_PRODUCTS:
-            reasons["scales of their own"] = None
-        if eqn.primitive.name not in PRODUCTS:
-            continue
-        found = fate(eqn, is_parameter=never)
-        if found is Fate.IS_HALF:
-            return ""
-        dtypes = {_jaxpr.dtype_name(v) for v in [*eqn.invars[:2], eqn.outvars[0]]}
-        dtype = "dtype " + " and ".join(sorted(dtypes))
-        reasons[_REASONS.get(found, dtype)] = None
-    return "they have " + "; ".join(reasons) if reasons else "there is none"
-
-
 def is_cheap(eqn: JaxprEqn) -> bool:
     """Whether an equation is elementwise, a sum or a move, or a call of such ones."""
     bodies, name = _jaxpr.subjaxprs(eqn), _jaxpr.name_of(eqn)
-    if _jaxpr.has_effects(eqn):
+    if eqn.effects:
         return False
     if name == "reshard":
         return mesh_of(eqn.invars[0]) == mesh_of(eqn.outvars[0])

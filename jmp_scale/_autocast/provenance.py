@@ -14,12 +14,21 @@ from .._policy import is_half
 from .._types import Leaf
 from .higher_order import is_entered
 from .picks import as_pick, has_picks, may_pick
-from .products import Fate, Product, fate, has_products, is_cheap, looks_up_rows, never
+from .products import (
+    Fate,
+    Product,
+    fate,
+    has_products,
+    is_cheap,
+    looks_up_rows,
+    matrix_sizes,
+    never,
+)
 from .stored import is_in_half, widened
 
 _INTEGERS = "bool", "int", "uint"
 # They run as calls if they pick entries.
-_CALLS = "scan", "scan3", "while", "cond", "remat2", "shard_map"
+_CALLS = "scan", "while", "cond", "remat2", "shard_map"
 
 # "product": it becomes half precision. "own": a product in the dtype of an operand,
 # which is not `autocast`'s. "call": its nested jaxprs hold products. "other": it runs
@@ -160,7 +169,7 @@ def read(
     )
     wanted, steps = {*variables(flat.outvars)}, list[Step]()
     for step in reversed(reader.steps):
-        if _jaxpr.has_effects(step.eqn) or not wanted.isdisjoint(step.outputs):
+        if step.eqn.effects or not wanted.isdisjoint(step.outputs):
             steps.append(step)
             wanted.update(step.inputs)
     steps.reverse()
@@ -260,7 +269,7 @@ class _Reader:
         eqns = [*left, *right, eqn]
         whole = _jaxpr_rewrite.excerpt(self._jaxpr, eqns, inputs, eqn.outvars)
         scope, jaxpr = _jaxpr_rewrite.without_common_scope(whole)
-        is_dot = eqn.primitive.name == "dot_general"
+        is_dot = matrix_sizes(eqn) is not None
         dtypes = [
             self._stored[v].name if v in self._stored else dtype_name(v)
             for v in (lhs, rhs)

@@ -1,4 +1,4 @@
-"""Measures how this machine computes in half precision, and reads its settings."""
+"""Measures how this machine computes in half precision."""
 
 import functools
 import importlib.metadata
@@ -15,32 +15,12 @@ HALVES = ("bfloat16", "float16")
 
 _PACKAGES = "jax jaxlib libtpu jax-cuda12-plugin jax-cuda13-plugin"
 _PACKAGES += " jax-rocm7-plugin optax flax equinox"
+_VARIABLES = ("JAX_", "XLA_", "LIBTPU_", "NVIDIA_TF32_")  # how their names begin
 _FAST = 1.3  # a smaller gain is not worth a change of dtype
 
-# Settings of JAX by name: the default, and the effect of other values.
-_SETTINGS = {
-    "jax_enable_x64": (False, "arrays of Python floats are float64 and stay float64"),
-    "jax_default_matmul_precision": (
-        None,
-        "applies to float32 products, not to those in half precision",
-    ),
-    "jax_numpy_dtype_promotion": ("standard", "optax's optimizers need standard"),
-    "jax_debug_nans": (False, "raises at an overflow that would be skipped"),
-    "jax_debug_infs": (False, "raises at an overflow that would be skipped"),
-    "jax_disable_jit": (False, "runs every operation on its own, slowly"),
-}
-_VARIABLES = (
-    "XLA_FLAGS",
-    "LIBTPU_INIT_ARGS",
-    "NVIDIA_TF32_OVERRIDE",
-    "XLA_PYTHON_CLIENT_MEM_FRACTION",
-    "XLA_PYTHON_CLIENT_PREALLOCATE",
-    "JAX_PLATFORMS",
-)
-
 _TAKE = {
-    "bfloat16": '"bfloat16", which needs no loss scale',
-    "float16": '"float16" with DynamicLossScale()',
+    "bfloat16": 'Take "bfloat16", which needs no loss scale.',
+    "float16": 'Take "float16" with DynamicLossScale().',
 }
 _ON_CPU = (
     "This is a CPU: half precision is for tests here, not for speed, and the times say "
@@ -64,37 +44,19 @@ def versions() -> dict[str, str]:
 
 
 def device() -> dict[str, Any]:
-    """Describes the devices of this process, which are assumed to be equal."""
+    """Describes the devices of all processes, which are assumed to be equal."""
     first = jax.local_devices()[0]
     return {
         "count": jax.device_count(),
-        "processes": jax.process_count(),
         "kind": first.device_kind,
         "platform": first.platform,
         "memory_bytes_each": (first.memory_stats() or {}).get("bytes_limit"),
     }
 
 
-def settings() -> dict[str, str]:
-    """Returns relevant settings that differ from JAX's defaults, with their effects."""
-    found = {}
-    for name, (default, effect) in _SETTINGS.items():
-        value = getattr(jax.config, name, default)
-        if value != default:
-            found[name] = f"{value} ({effect})"
-    variables = {name: os.environ.get(name, "").strip() for name in _VARIABLES}
-    return found | {name: value for name, value in variables.items() if value}
-
-
-def keeps_roundings() -> dict[str, bool]:
-    """Tests by dtype whether XLA rounds after each operation of a chain."""
-    # In float32, 1 plus a quarter of the last digit is more than 1.
-    chain = jax.jit(lambda one, small: (one + small) - one)
-    found = {}
-    for dtype in HALVES:
-        small = jnp.full(8, jnp.finfo(dtype).eps / 4, dtype)
-        found[dtype] = not bool(jnp.any(chain(jnp.ones(8, dtype), small)))
-    return found
+def environment() -> dict[str, str]:
+    """Returns the environment variables that change how programs are compiled."""
+    return {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)}
 
 
 def products(side: int, seconds: float) -> Comparison:
@@ -112,23 +74,18 @@ def products(side: int, seconds: float) -> Comparison:
 
 
 def advice(products: Comparison, platform: str) -> str:
-    """Recommends a dtype for this machine from the products that ran, and says why."""
+    """Recommends a dtype for this machine from the products that ran."""
     if platform == "cpu":
         return _ON_CPU
-    measured = {row.program: row.gain.median for row in products.rows if row.gain}
+    gains = {row.program: row.gain.median for row in products.rows if row.gain}
+    measured = [dtype for dtype in HALVES if dtype in gains]
     least = max(_FAST, products.believable or 1)
-    fast = [dtype for dtype in HALVES if measured.get(dtype, 0) > least]
-    slow = [dtype for dtype in HALVES if dtype in measured and dtype not in fast]
-    others = [f"{dtype} is not faster here" for dtype in slow]
-    others += [f"{dtype} did not run here" for dtype in HALVES if dtype not in measured]
-    if len(fast) == 2:
-        return f"Take {_TAKE['bfloat16']}; {_TAKE['float16']} where precision matters."
-    if fast:
-        return f"Take {_TAKE[fast[0]]}; {others[0]}."
-    if not slow:
+    for dtype in measured:
+        if gains[dtype] > least:
+            return _TAKE[dtype]
+    if not measured:
         return "No advice: no product in half precision could be compared with float32."
-    gains = " and ".join(f"{dtype} {measured[dtype]:.2f}" for dtype in slow)
     return (
-        f"No gain above {least:.1f} times in a product of this size "
-        f"({'; '.join([f'{gains} times', *others[len(slow) :]])}), so {_TF32}"
+        f"{' and '.join(measured)}: no gain above {least:.1f} times in a product of "
+        f"this size, so {_TF32}"
     )

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from .. import _mesh
 from .._tree import is_inexact, promote_to_float32
@@ -67,10 +66,9 @@ def all_finite(
       bool[], True for a tree without inexact leaves.
 
     Raises:
-      TypeError: `tree` is a function or text; `axis_name` or a leaf of `specs` is of
-        another type.
-      ValueError: `mesh` without `specs`, no mesh, or `specs` that do not fit `tree` or
-        the mesh, or do not divide a leaf equally.
+      TypeError: `tree` is a function or text, or `axis_name` is of another type.
+      ValueError: `specs` do not fit `tree` or the mesh, or do not divide a leaf
+        equally (errors of `jax.tree.broadcast` and `jax.shard_map`).
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale
@@ -83,22 +81,12 @@ def all_finite(
             f"all_finite: expected arrays, got {described(tree)}; pass what it returns"
         )
     agree = _mesh.agreement("all_finite", axis_name)
-    if specs is None and mesh is None:
-        return finite(tree, agree)
     if specs is None:
-        raise ValueError(
-            "all_finite: expected specs, the PartitionSpecs of the leaves, with mesh; "
-            "got mesh alone"
-        )
-    try:
-        leaf_specs = _checked_specs(tree, specs)
-        return agree(lax.pmin, _all_finite(_inexact_arrays(tree), leaf_specs, mesh))
-    except ValueError as error:
-        raise ValueError(
-            "all_finite: expected specs of the structure of tree, whose axes divide "
-            "each leaf equally on mesh= or the mesh of jax.set_mesh, got "
-            f"{specs!r}: {error}"
-        ) from None
+        return finite(tree, agree)
+    leaf_specs = jax.tree.leaves(jax.tree.broadcast(specs, tree))
+    is_read = map(is_inexact, jax.tree.leaves(tree))
+    leaf_specs = tuple(itertools.compress(leaf_specs, is_read))
+    return agree(lax.pmin, _all_finite(_inexact_arrays(tree), leaf_specs, mesh))
 
 
 def finite(tree: PyTree, agree: _mesh.Agreement) -> Flag:
@@ -107,25 +95,6 @@ def finite(tree: PyTree, agree: _mesh.Agreement) -> Flag:
     # The flag is reduced twice: over the axes that shard a leaf (in `_all_finite`),
     # then over the manual axes around this call.
     return agree(lax.pmin, _all_finite(leaves, _mesh.sharding_specs(leaves), None))
-
-
-def _checked_specs(tree: PyTree, specs: PyTree) -> _mesh.Specs:
-    """Returns the specs of the inexact leaves."""
-
-    def is_spec(x: PyTree) -> bool:
-        return isinstance(x, PartitionSpec) or x is None
-
-    broadcast = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
-    spec_leaves = jax.tree.leaves(broadcast, is_leaf=is_spec)
-    for spec in spec_leaves:
-        parts = _mesh.dimensions(spec) if isinstance(spec, PartitionSpec) else None
-        if parts is None or PartitionSpec.UNCONSTRAINED in parts:
-            raise TypeError(
-                "all_finite: expected a PartitionSpec for each leaf in specs, got "
-                f"{spec!r}; write PartitionSpec() for a leaf that is not sharded"
-            )
-    is_read = map(is_inexact, jax.tree.leaves(tree))
-    return tuple(itertools.compress(spec_leaves, is_read))
 
 
 def finite_and_norm(
@@ -210,9 +179,7 @@ def _reduce(reduction: _Reduction, arrays: Arrays) -> jax.Array:
         for start in range(0, len(group), GPU_GROUP)
     ]
     sharded = functools.partial(_reduce_on_many_devices, reduction)
-    # Rows and groups need sizes; an exported program may leave them open.
-    has_sizes = all(isinstance(n, int) for array in arrays for n in array.shape)
-    if not has_sizes or all(array.ndim == 0 for array in arrays):
+    if all(array.ndim == 0 for array in arrays):
         return sharded(groups)
     alone = functools.partial(_reduce_on_one_device, reduction)
     return _mesh.if_on_one_device(alone, sharded, groups)

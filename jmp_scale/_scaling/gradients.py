@@ -151,7 +151,7 @@ def differentiated(
         _warn_if_captured(function, loss_scale, args)
         with UNSCALED(isinstance(loss_scale, NoOpLossScale)):
             result = scaled_value_and_grad(*args, **fun_kwargs)
-        output, grads = _checked_result(function, result)
+        (_, output), grads = result
         # `NoOpLossScale.unscale` would leave float16 gradients in float16.
         value = tuple(output) if has_aux else output.loss
         return value, map_gradients(promote_to_float32, loss_scale.unscale(grads))
@@ -193,18 +193,3 @@ def checked_output(function: str, output: PyTree, has_aux: bool) -> _Output:
             "return its mean or sum, and pass has_aux=True if fun returns (loss, aux)"
         )
     return _Output(promote_to_float32(loss), aux)
-
-
-def _checked_result(function: str, result: PyTree) -> tuple[_Output, PyTree]:
-    """Returns the output of `fun` and the gradients, from the result of a transform."""
-    try:
-        (_, output), grads = result
-    except (TypeError, ValueError):  # not pairs, or a tracer that is not iterable
-        output, grads = None, None
-    if not isinstance(output, _Output):
-        raise TypeError(
-            f"{function}: expected transform to return ((value, aux), grads) as "
-            f"jax.value_and_grad does, got {described(result)}; give the "
-            "value_and_grad of your framework (jmp_scale.grad takes it too)"
-        )
-    return output, grads

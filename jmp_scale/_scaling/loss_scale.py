@@ -58,8 +58,7 @@ class StaticLossScale(LossScale):
     loss_scale: float
 
     def __post_init__(self) -> None:
-        arguments = _validation.Arguments(type(self).__name__)
-        value = _validation.static_loss_scale(arguments, self.loss_scale)
+        value = _validation.static_loss_scale("StaticLossScale", self.loss_scale)
         object.__setattr__(self, "loss_scale", value)
 
     def adjust(self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True) -> Self:
@@ -274,7 +273,7 @@ def scale_value(function: str, loss_scale: LossScale | ArrayLike) -> Scalar:
     if not isinstance(value, jax.Array):
         if not (isinstance(value, (int, float)) or hasattr(value, "dtype")):
             checked_loss_scale(function, loss_scale)
-        value = _validation.static_loss_scale(_validation.Arguments(function), value)
+        value = _validation.static_loss_scale(function, value)
     if jnp.shape(value) != ():
         raise ValueError(
             f"{function}: expected a scalar loss_scale, got one of shape "

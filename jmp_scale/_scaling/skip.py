@@ -9,13 +9,13 @@ XLA may fuse differently than without the skip. There are two paths:
   the finite flag, and selects each state leaf right where it is computed. It is taken
   only if nothing can observe a skipped step before its results are discarded: in
   compiled code without effects, callbacks, runtime checks, branches and loops that wait
-  for a condition, and not under `jax_debug_nans`. It is hidden from `checkify`.
+  for a condition.
 
 Both paths are differentiated like a branch: discarded values have no derivative.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -62,10 +62,6 @@ def attempt(
     applied: Flag, update: Update, inputs: PyTree, old: PyTree
 ) -> tuple[PyTree, PyTree]:
     """Returns what the update makes of inputs that are zero on a skipped step."""
-    if _debugs_nans() and not isinstance(applied, Tracer) and not applied:
-        # Eagerly, even 0 / 0 would raise.
-        updates = jax.eval_shape(lambda: update(inputs, old)[0])
-        return jax.tree.map(_negative_zeros, updates), old
     return update(unless(applied, inputs, jnp.zeros_like), old)
 
 
@@ -113,7 +109,7 @@ def _step_of_lists(jaxpr: Jaxpr) -> Function:
     def fast(applied: Flag, inputs: Arrays, old: Arrays, consts: Arrays) -> Arrays:
         return _fast(jaxpr, applied, inputs, old, consts)
 
-    step = plain if _is_plain_only(jaxpr) else _hidden_from_checkify(fast)
+    step = plain if _is_observed(jaxpr) else fast
     if jaxpr.effects:  # JAX allows no effects in `custom_jvp` functions
         return step
     # `lax.cond` would fail if a `vmap` over steps is differentiated.
@@ -164,32 +160,13 @@ def _fast(
         # A second select would be one more operation in every kernel. If an optimizer
         # returns one value as two leaves, `old_of` holds the old value of only one.
         is_selected = new is leaf or (not is_literal(var) and old_of.get(var) is leaf)
-        state.append(new if is_selected else jnp.where(applied, new, leaf))
+        state.append(new if is_selected else lax.select(applied, new, leaf))
     updates, _ = keep(applied, leaves[:count], (), ())
     return [*updates, *state]
 
 
-def _hidden_from_checkify(fun: Function) -> Function:
-    """Wraps `fun` in one primitive: `checkify.nan_checks` would stop at each skip."""
-    hidden = jax.custom_batching.custom_vmap(fun)
-
-    @hidden.def_vmap
-    def _(axis_size: int, in_batched: PyTree, *args: PyTree) -> tuple[PyTree, PyTree]:
-        in_axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched)
-        out = jax.vmap(fun, in_axes=tuple(in_axes))(*args)
-        return out, jax.tree.map(lambda _: True, out)
-
-    return hidden
-
-
-def _is_plain_only(jaxpr: Jaxpr) -> bool:
+def _is_observed(jaxpr: Jaxpr) -> bool:
     """Whether someone may see the values of a skipped step, or wait for them."""
-    if _debugs_nans() or jaxpr.effects:
-        return True
     names = {eqn.primitive.name for eqn in equations(jaxpr)}
-    return any(part in name for name in names for part in WAITS_OR_SHOWS)
-
-
-def _debugs_nans() -> bool:
-    config: Any = jax.config
-    return config.jax_debug_nans or config.jax_debug_infs
+    shows = any(part in name for name in names for part in WAITS_OR_SHOWS)
+    return shows or bool(jaxpr.effects)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,18 +22,17 @@ from .._state import (
     find_half_storage,
     find_loss_scale_states,
     is_nothing,
-    started,
 )
 from .._tree import is_data, is_inexact, map_inexact, promote_to_float32
-from .._types import Flag, Function, KeyPath, Leaf, PyTree
+from .._types import Flag, Function, Leaf, PyTree
 from .._validation import warn
-from .extra_args import ExtraArgs, Keywords, keywords_of, takes_value
 from .finite import finite, finite_and_norm
 from .loss_scale import NoOpLossScale, checked_loss_scale
-from .skip import attempt, keep, select_step, unless
+from .skip import attempt, keep, select_step
 from .spike_guard import SpikeGuard
 
 T = TypeVar("T")
+ExtraArgs = dict[str, Any]  # keyword arguments of `update` after the parameters
 
 
 class LossScaleTransformation(optax.GradientTransformationExtraArgs):
@@ -90,10 +90,10 @@ def with_loss_scale(
 
     Raises:
       TypeError: an argument of another type; from `update`, a state that `init` did not
-        return, or a loss under another name than `value`.
+        return, or `loss` without `value`.
       ValueError: `inner` contains another `with_loss_scale` (from `init`); from
-        `update`: `value` is not a scalar, gradients and parameters differ in structure,
-        gradients are `unreduced`, or `inner` changes the types of its state.
+        `update`: `value` is not a scalar, gradients are `unreduced`, or `inner` changes
+        the structure of its state.
 
     Warns:
       UserWarning: from `init`, half-precision parameters, which lose small updates.
@@ -116,8 +116,8 @@ def with_loss_scale(
     loss_scale = NoOpLossScale() if loss_scale is None else loss_scale
     loss_scale = checked_loss_scale("with_loss_scale", loss_scale)
     agreement = _mesh.agreement("with_loss_scale", axis_name)
-    keywords = keywords_of(inner.update)
-    steps = _SkippingOptimizer(inner, keywords, loss_scale, guard, agreement)
+    takes_value = _takes_value(inner.update)
+    steps = _SkippingOptimizer(inner, takes_value, loss_scale, guard, agreement)
     return LossScaleTransformation(steps.init, steps.update)  # pyright: ignore
 
 
@@ -126,14 +126,14 @@ class _SkippingOptimizer:
     """The steps of `inner`, each of them applied or rejected as a whole."""
 
     inner: optax.GradientTransformationExtraArgs
-    keywords: Keywords  # that `inner` accepts
+    takes_value: bool  # whether `inner` accepts the loss
     loss_scale: LossScale  # of the first step
     guard: SpikeGuard | None  # before the first step
     agreement: _mesh.Agreement
 
     def init(self, params: optax.Params) -> LossScaleState:
         """Returns the state before the first step."""
-        inner_state = started("with_loss_scale", self.inner, params)
+        inner_state = self.inner.init(params)
         if nested := find_loss_scale_states(inner_state):
             raise ValueError(
                 "with_loss_scale: expected an optimizer without a loss scale, got one "
@@ -155,15 +155,15 @@ class _SkippingOptimizer:
         updates: optax.Updates,
         state: LossScaleState,
         params: optax.Params | None = None,
-        *positional: object,
+        *,
         value: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaleState]:
         """Judges a step, applies or rejects it, and returns the state after it."""
-        _check_arguments(updates, state, params, positional)
+        _check_arguments(updates, state, params, value, extra_args)
         _mesh.refuse_unreduced("with_loss_scale", updates)
         verdict = self.judge(updates, value, state.guard)
-        arrays, others = self._split(extra_args, value, verdict.applied)
+        arrays, others = self._split(extra_args, value)
         inputs, old = (promote_to_float32(updates), arrays), state.inner_state
         run = functools.partial(self._apply, params, others)
         if "grad_fn" in others:
@@ -171,11 +171,11 @@ class _SkippingOptimizer:
             # the gradients.
             updates, new = attempt(verdict.applied, run, inputs, old)
             is_good = finite(updates, self.agreement) | ~verdict.applied
-            applied, grads_finite = verdict.applied & is_good, verdict.grads_finite
             verdict = verdict._replace(
-                applied=applied, grads_finite=grads_finite & is_good
+                applied=verdict.applied & is_good,
+                grads_finite=verdict.grads_finite & is_good,
             )
-            updates, new = keep(applied, updates, new, old)
+            updates, new = keep(verdict.applied, updates, new, old)
         else:
             updates, new = select_step(
                 verdict.applied, run, inputs, old, context=(params, others)
@@ -213,17 +213,14 @@ class _SkippingOptimizer:
         return _Verdict(is_finite & ~spike, grads_finite, loss_finite, spike, guard)
 
     def _split(
-        self, extra_args: ExtraArgs, value: ArrayLike | None, applied: Flag
+        self, extra_args: ExtraArgs, value: ArrayLike | None
     ) -> tuple[ExtraArgs, ExtraArgs]:
         """Returns the extra arguments of `inner` that may be NaN, and the others."""
         arrays, others = {}, dict(extra_args)
-        if takes_value(self.keywords, value, extra_args):
+        if value is not None and self.takes_value:
             arrays["value"] = jnp.asarray(value)
         if "grad" in others:
             arrays["grad"] = promote_to_float32(others.pop("grad"))
-        for name in ("value_fn", "grad_fn", "obj_fn"):
-            if callable(others.get(name)):
-                others[name] = _zero_fn_unless(applied, others[name])
         return arrays, others
 
     def _apply(
@@ -287,36 +284,33 @@ def _warn_of_half_precision(params: optax.Params) -> None:
         )
 
 
+def _takes_value(update: Function) -> bool:
+    """Whether a signature accepts `value`; that of SAM does not."""
+    parameters = inspect.signature(update).parameters.values()
+    return any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
 def _check_arguments(
-    updates: PyTree, state: object, params: PyTree, positional: tuple[object, ...]
+    updates: PyTree,
+    state: object,
+    params: PyTree,
+    value: ArrayLike | None,
+    extra_args: ExtraArgs,
 ) -> None:
-    """Checks the arguments of `update`, except the loss."""
-    are_states = [isinstance(x, LossScaleState) for x in (updates, state, params)]
-    if positional or are_states != [False, True, False]:
-        given = (type(x).__name__ for x in (updates, state, params, *positional))
+    """Checks the arguments of `update` whose mistakes would be silent or obscure."""
+    if not isinstance(state, LossScaleState):
+        given = (type(x).__name__ for x in (updates, state, params))
         raise TypeError(
             "with_loss_scale: expected update(grads, state, params, value=loss), got "
             f"update({', '.join(given)}); pass the LossScaleState that init returns; "
             "to convert the state of an optimizer without a loss scale, use "
             "jmp_scale.checkpoints.restore"
         )
-    while isinstance(params, optax.LookaheadParams):
-        params = params.fast
-    if params is None:
-        return
-
-    def compare(update: Leaf, param: PyTree) -> None:
-        if not is_nothing(update):  # "nothing" may stand for a whole subtree
-            jax.tree.map(lambda *_: None, param, update, is_leaf=is_nothing)
-
-    try:
-        jax.tree.map(compare, updates, params, is_leaf=is_nothing)
-    except ValueError as error:
-        raise ValueError(
-            "with_loss_scale: expected gradients of the structure of the parameters, "
-            f"got\n  gradients:  {jax.tree.structure(updates)}\n"
-            f"  parameters: {jax.tree.structure(params)}"
-        ) from error
+    if value is None and "loss" in extra_args:
+        raise TypeError(
+            "with_loss_scale: expected the loss as value=, got loss= alone; write "
+            "update(grads, state, params, value=loss)"
+        )
 
 
 def fresh_buffers(state: T, params: PyTree = ()) -> T:
@@ -338,17 +332,6 @@ def fresh_buffers(state: T, params: PyTree = ()) -> T:
     return jax.tree.map(fresh_leaf, state)
 
 
-def _zero_fn_unless(applied: Flag, fun: Function) -> Function:
-    """Returns `fun`, whose results and gradients are zero on a skipped step."""
-
-    def zero_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        # Otherwise the gradient is 0 times that of `fun`: NaN if it is not finite.
-        args, kwargs = unless(applied, (args, kwargs), lax.stop_gradient)
-        return unless(applied, fun(*args, **kwargs), jnp.zeros_like)
-
-    return zero_fn
-
-
 def _cast_leaf(x: Leaf, like: Leaf) -> Leaf:
     """Casts a floating-point leaf to the dtype of another."""
     castable = is_inexact(x) and is_inexact(like)
@@ -356,7 +339,7 @@ def _cast_leaf(x: Leaf, like: Leaf) -> Leaf:
 
 
 def _state_like(new: optax.OptState, old: optax.OptState) -> optax.OptState:
-    """Gives a new state the dtypes and shardings of the old one, or raises an error."""
+    """Gives a new state the dtypes and shardings of the old one."""
     treedef, old_treedef = jax.tree.structure(new), jax.tree.structure(old)
     if treedef != old_treedef:
         raise ValueError(
@@ -364,19 +347,4 @@ def _state_like(new: optax.OptState, old: optax.OptState) -> optax.OptState:
             f"  from update: {treedef}\n  from init:   {old_treedef}\n"
             "Chain what only measures, such as optax.monitor, outside of it"
         )
-
-    def leaf_like(path: KeyPath, x: Leaf, y: Leaf) -> Leaf:
-        x = _mesh.reshard_like(_cast_leaf(x, y), y)
-        if x is y or not (hasattr(x, "dtype") and hasattr(y, "dtype")):
-            return x
-        expected, got = jax.typeof(y), jax.typeof(x)
-        if (got.shape, got.dtype) != (expected.shape, expected.dtype):
-            expected, got = (f"{t.dtype}{list(t.shape)}" for t in (expected, got))
-            raise ValueError(
-                "with_loss_scale: expected inner to keep the types of its state, but "
-                f"leaf {jax.tree_util.keystr(path)} is {expected} after init and {got} "
-                "after update; initialize it with parameters of a floating-point dtype"
-            )
-        return x
-
-    return jax.tree_util.tree_map_with_path(leaf_like, new, old)
+    return jax.tree.map(lambda x, y: _mesh.reshard_like(_cast_leaf(x, y), y), new, old)

@@ -59,12 +59,6 @@ def products(fun, *args):
     ]
 
 
-@program
-def product_with_itself(w, x):
-    y = x @ w
-    return mean_square(y @ y.T)
-
-
 @program(args=(W, V, X))
 def layer_norm(w, g, x):
     y = x @ w
@@ -78,11 +72,6 @@ def attention(w, x):
     scores = q @ jnp.swapaxes(k, 1, 2) / 4
     mask = jnp.tril(jnp.ones((8, 8), bool))[None]
     return mean_square(jax.nn.softmax(jnp.where(mask, scores, -1e9)) @ v)
-
-
-@program(args=(W, B3[:, :, None]))
-def fused_attention(w, x):
-    return mean_square(jax.nn.dot_product_attention(x @ w, x, x, is_causal=True))
 
 
 @program
@@ -120,12 +109,6 @@ def nested_scans(w, x):
 
 
 @program
-def scan_without_products(w, x):
-    y, _ = lax.scan(lambda c, z: (jnp.sin(c) + z, None), x @ w, jnp.stack([x, x]))
-    return mean_square(layer(w, y))
-
-
-@program
 def while_loop(w, x):
     fixed = lax.stop_gradient(w)
 
@@ -140,19 +123,6 @@ def while_loop(w, x):
 def cond(w, x):
     y = lax.cond(jnp.sum(x) > 0, layer, lambda w, y: 2 * layer(w.T, y), w, x)
     return mean_square(y @ w)
-
-
-@program
-def switch(w, x):
-    branches = [layer, lambda w, y: y, lambda w, y: layer(w.T, y)]
-    return sum(mean_square(lax.switch(i, branches, w, x)) for i in range(3))
-
-
-@program
-def remat_with_a_policy(w, x):
-    policy = jax.checkpoint_policies.dots_saveable
-    f = jax.checkpoint(lambda w, y: layer(w, layer(w, y)), policy=policy)
-    return mean_square(f(w, x))
 
 
 @program
@@ -203,11 +173,6 @@ def jacobians_inside(w, x):
 @program(args=(K3, IMAGE))
 def convolution_with_strides_and_dilation(k, x):
     return mean_square(convolve(x, k, (2, 1), ((1, 1), (1, 0)), (1, 2), (2, 2)))
-
-
-@program(args=(K3.reshape(3, 3, 1, 12)[..., :6], IMAGE))
-def grouped_convolution(k, x):
-    return mean_square(convolve(x, k, (1, 1), "SAME", feature_group_count=3))
 
 
 @program(args=(K1, K3, IMAGE))
@@ -295,16 +260,6 @@ def shard_map(w, x):
     return loss(w, x)
 
 
-@program(args=(W, ROWS))
-def shard_map_without_checks(w, x):
-    def gathered(w, x):
-        return layer(lax.all_gather(w, "i", axis=1, tiled=True), x)
-
-    specs = {"in_specs": (P(None, "i"), P("i", None)), "out_specs": P("i", None)}
-    f = jax.shard_map(gathered, mesh=ONE_AXIS, **specs, check_vma=False)
-    return mean_square(f(w, x) @ w)
-
-
 @program(args=(W, ROWS.reshape(8, 4, N)), jit=False)
 def pmap_inside(w, x):
     return mean_square(jax.pmap(layer, in_axes=(None, 0))(w, x))
@@ -348,19 +303,11 @@ def contexts_that_change_within_an_island(w, x):
     return mean_square(jnp.cos(z + y) @ w)
 
 
-@program
-def rounded_array_without_entries(w, x):
-    y = x @ w
-    return mean_square(y) + jnp.sum(lax.reduce_precision(y[:0], 8, 10))
-
-
 # Programs of one expression: the loss is the mean square of what they give.
 EXPRESSIONS = {
-    "einsum_with_moves": lambda w, x: jnp.einsum("bn,mn->mb", x, w).reshape(4, -1),
     "reshaped_weight": lambda w, x: (
         x.reshape(4, 2, N) @ w.T.reshape(N, 4, 4).reshape(N, N)
     ),
-    "shared_weight": lambda w, x: layer(w, layer(w, layer(w.T, x))),
     "inner_jit": lambda w, x: jax.jit(layer)(w, jax.jit(jax.jit(layer))(w, x)),
     "fori_loop": lambda w, x: lax.fori_loop(0, 3, lambda i, y: layer(w, y) + i / 10, x),
     "remat": lambda w, x: jax.checkpoint(layer)(w, jax.checkpoint(layer)(w, x)),
@@ -374,10 +321,7 @@ EXPRESSIONS = {
     "associative_scan": lambda w, x: (
         lax.associative_scan(jnp.multiply, 1 + layer(w, x) / 4, axis=0) @ w
     ),
-    "cumulative_sums": lambda w, x: jnp.cumsum(x @ w, 0) @ w + jnp.cumprod(x @ w, 1),
     "softmax_of_an_argument": lambda w, x: jax.nn.softmax(x) @ w,
-    "softmax_of_a_weight": lambda w, x: jax.nn.softmax(w) @ x.T,
-    "reshaped_number": lambda w, x: lax.reshape(2.0, (1, 1)) * layer(w, x),
     "constants": lambda w, x: layer(W, layer(w, x + np.ones((1, N), np.float32))),
 }
 for name, expression in EXPRESSIONS.items():

@@ -4,7 +4,6 @@ import collections
 import functools
 import gc
 import re
-import warnings
 import weakref
 from unittest import mock
 
@@ -37,10 +36,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_scale.nnx
 from jmp_scale import _jaxpr, autocast, in_half, keep_float32
-from jmp_scale._autocast.provenance import Origin, read
-from jmp_scale._autocast.recompute.plan import Unit, make_plan
 
-HIGH = lax.Precision.HIGH
 F16, BF16, F32 = ((name, name) for name in ("float16", "bfloat16", "float32"))
 
 
@@ -64,7 +60,7 @@ def assert_close_gradients(loss, *args, tolerance=0.02):
     assert_close(got, wanted, tolerance)
 
 
-@pytest.mark.parametrize("name", one_of(4, PROGRAMS))
+@pytest.mark.parametrize("name", one_of(5, PROGRAMS))
 @pytest.mark.filterwarnings("ignore:autocast")
 def test_a_program_has_the_value_and_gradient_of_the_float32_one(name):
     fun, args, halves, jit = PROGRAMS[name]
@@ -78,9 +74,8 @@ def test_a_program_has_the_value_and_gradient_of_the_float32_one(name):
     assert any("float16" in pair for pair in dtypes)
 
 
-@pytest.mark.parametrize("name", one_of(3, ["attention", "scan_over_layers", "remat"]))
-def test_x64_changes_nothing_for_a_float32_program(name):
-    fun, args, *_ = PROGRAMS[name]
+def test_x64_changes_nothing_for_a_float32_program():
+    fun, args, *_ = PROGRAMS["attention"]
     grad = jax.value_and_grad(autocast(fun, "float16"))
     wanted = jax.jit(grad)(*args)
     with jax.enable_x64(True):
@@ -103,7 +98,7 @@ def kept(fun, *args):
     return [v.aval for v in dict.fromkeys(results) if v not in given]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float", "fp8", "half", int, jnp.float32])
+@pytest.mark.parametrize("dtype", ["float32", "half", int])
 def test_a_dtype_that_is_not_half_precision_is_an_error(dtype):
     names = 'float16 or bfloat16, got .*"f16" and "bf16"'
     with pytest.raises(ValueError, match=f"expected dtype {names}"):
@@ -112,16 +107,14 @@ def test_a_dtype_that_is_not_half_precision_is_an_error(dtype):
         autocast(layer, "float16", backward=dtype)
 
 
-@pytest.mark.parametrize(
-    "dtype", ["bfloat16", jnp.bfloat16, jnp.dtype("bfloat16"), "bf16", "f16", "fp16"]
-)
+@pytest.mark.parametrize("dtype", ["bf16", jnp.bfloat16])
 def test_a_dtype_is_a_name_or_a_dtype_and_a_partial_decorates(dtype):
     @functools.partial(autocast, dtype=dtype)
     def decorated(w, x):
         """What it does."""
         return layer(w, x)
 
-    assert products(decorated, W, X) == [F16 if dtype in ("f16", "fp16") else BF16]
+    assert products(decorated, W, X) == [BF16]
     assert (decorated.__name__, decorated.__doc__) == ("decorated", "What it does.")
 
 
@@ -163,18 +156,6 @@ def test_a_layer_keeps_its_stream_and_the_results_of_its_products():
     assert plain["float32"] > 9
 
 
-def test_a_table_is_read_once_and_not_in_each_layer():
-    def loss(w, ids):
-        x = w[ids]
-        for _ in range(3):
-            x = x + layer(w, x)
-        return mean_square(x)
-
-    jaxpr = jax.make_jaxpr(autocast(loss, "float16"))(W, jnp.arange(8))
-    names = [eqn.primitive.name for eqn in _jaxpr.equations(jaxpr)]
-    assert names.count("gather") == 1
-
-
 def test_no_gradient_of_what_was_stopped_is_computed():
     def loss(w, x):
         y = layer(w, x)
@@ -184,19 +165,18 @@ def test_no_gradient_of_what_was_stopped_is_computed():
     assert len(half) == len(plain)
 
 
-@pytest.mark.parametrize("share", one_of(2, [False, True]))
-def test_a_bfloat16_backward_pass_needs_no_loss_scale(share):
+def test_a_bfloat16_backward_pass_needs_no_loss_scale():
     def loss(w, x):
         return two_layers(w, x) * 1e-9
 
-    half = autocast(loss, "float16", backward="bfloat16", share_casts=share)
-    assert products(half, W, X) == [F16, F16]
+    half = autocast(loss, "float16", backward="bfloat16")
     both = products(jax.grad(half), W, X)
     assert both[:2] == [F16, F16]
     assert all("bfloat16" in pair for pair in both[2:])
-    got, wanted = (jax.grad(f)(W, X) for f in (half, loss))
+    plain = autocast(loss, "float16")
+    got, wanted, lost = (jax.jit(jax.grad(f))(W, X) for f in (half, loss, plain))
     assert_close(got * 1e9, wanted * 1e9, 0.03)
-    assert not jax.grad(autocast(loss, "float16"))(W, X).any()  # all of it underflows
+    assert not lost.any()  # all of it underflows
 
 
 def test_what_is_marked_stays_float32():
@@ -214,7 +194,7 @@ def test_what_is_marked_stays_float32():
     assert keep_float32(exact)(X, False, note="static")[0].dtype == jnp.float32
 
 
-@pytest.mark.parametrize("setting", ["highest", "float32", "tensorfloat32", "high"])
+@pytest.mark.parametrize("setting", ["highest", "tensorfloat32"])
 def test_the_setting_for_precision_holds_for_what_stays_float32(setting):
     def loss(w, x):
         exact = keep_float32(jax.jit(jnp.dot))(layer(w, x), w)
@@ -240,29 +220,21 @@ def test_the_setting_for_precision_holds_around_a_linear_solve(setting):
         return mean_square(x @ jnp.linalg.solve(w.T @ w + jnp.eye(len(w)), w))
 
     with jax.default_matmul_precision(setting):
-        assert jax.jit(jax.grad(autocast(loss, "bfloat16"))).lower(W, X)
+        assert jax.eval_shape(jax.grad(autocast(loss, "bfloat16")), W, X)
 
 
 @pytest.mark.parametrize(
-    ("fun", "reason"),
+    "fun",
     [
-        (lambda w, x: jnp.sin(x), "there is none"),
-        (lambda w, x: jnp.dot(x, w, precision="highest"), "a precision of their own"),
-        (lambda w, x: jnp.dot(x, w, precision="high"), "a precision of their own"),
-        (lambda w, x: jnp.dot(x, w, precision=HIGH), "a precision of their own"),
-        (lambda w, x: jnp.einsum("i,j->ij", x[0], w[0]), "put autocast around"),
-        (lambda w, x: x[0] @ jnp.sin(x.T), "put autocast around"),
-        (lambda w, x: keep_float32(jnp.dot)(x, w), "keep_float32 around them"),
-        (lambda w, x: jnp.dot(X, W), "pass parameters as arguments"),
-        (
-            lambda w, x: (x[0] @ x[0], x[1] @ x[1], x.astype(int) @ W.T.astype(int).T),
-            r"not within it\); dtype int32$",
-        ),
+        lambda w, x: jnp.sin(x),
+        lambda w, x: jnp.dot(x, w, precision="highest"),
+        lambda w, x: x[0] @ jnp.sin(x.T),
+        lambda w, x: jnp.dot(X, W),
     ],
 )
-def test_a_function_in_which_nothing_becomes_half_warns_once(fun, reason):
+def test_a_function_in_which_nothing_becomes_half_warns_once(fun):
     half = autocast(fun, "float16")
-    with pytest.warns(UserWarning, match=f"no product became half.*{reason}"):
+    with pytest.warns(UserWarning, match=r"no product became half.*\(pass parameters"):
         half(W, X)
     assert F16 not in products(half, W, X)  # filters make a warning an error
 
@@ -272,28 +244,10 @@ def test_a_function_whose_products_were_cast_by_hand_does_not_warn():
     assert products(half, W, X) == [BF16]  # filters make a warning an error
 
 
-COLUMN = W[:, :1]
 STACK = jnp.stack([W, W.T])
-
-
-def counted(layer):
-    """A loop of two turns that counts."""
-
-    def run(x):
-        def turn(carry):
-            return carry[0] + 1, layer(*carry)
-
-        return lax.while_loop(lambda carry: carry[0] < 2, turn, (0, x))[1]
-
-    return run
-
-
 LAYERS_OF_A_STACK = [
     lambda x: lax.fori_loop(0, 2, lambda i, x: jnp.tanh(x @ STACK[i]), x),
-    lambda x: lax.scan(lambda x, i: (x @ STACK[i], i), x, jnp.arange(2))[0],
-    counted(lambda i, x: jnp.tanh(x @ lax.dynamic_index_in_dim(STACK, i, 0, False))),
-    counted(lambda i, x: jnp.tanh(x @ STACK.at[i].get(mode="clip"))),
-    counted(lambda i, x: jnp.tanh(x @ jnp.take(STACK, i, axis=0))),
+    lambda x: lax.fori_loop(0, 2, lambda i, x: x @ jnp.take(STACK, i, axis=0), x),
     lambda x: x @ STACK[jnp.argmax(x @ W) % 2],  # an expert
 ]
 
@@ -301,21 +255,12 @@ LAYERS_OF_A_STACK = [
 @pytest.mark.parametrize(
     ("fun", "row", "batch"),
     [
-        (lambda x: x @ W, X[:1], X),
-        (lambda x: jnp.tanh(x @ W) @ COLUMN, X[:1], X),
-        (lambda x: jnp.tanh(x @ W) @ COLUMN, X[0], X),
+        (lambda x: jnp.tanh(x @ W) @ W[:, :1], X[:1], X),
         (lambda x: x @ W / 2 @ (W.T * 0.5)[:8].T, X[0], X),
         (jax.vmap(lambda x: W @ x), X[:1], X),
         (lambda x: jnp.einsum("hk,hkn->hn", x, B3), X[:4, :8], None),
-        (lambda x: lax.map(lambda x: x @ W, x, batch_size=3), X[:4], X),
         (lambda x: (x @ W) @ (x[:1] @ W).T, X[:1], None),
-        (jax.checkpoint(lambda x: x @ W), X[0], X),
         *((fun, X[0], X) for fun in LAYERS_OF_A_STACK),
-        (
-            lambda x: lax.while_loop(lambda y: (y @ W).max() > 9, lambda y: y @ W, x),
-            X[0],
-            None,
-        ),
     ],
 )
 def test_one_row_is_half_precision_as_a_batch_of_rows(fun, row, batch):
@@ -333,10 +278,7 @@ def test_one_row_is_half_precision_as_a_batch_of_rows(fun, row, batch):
 @pytest.mark.parametrize(
     "fun",
     [
-        lambda x: x[0] @ x[1],
         lambda x: jnp.einsum("bk,bk->b", x, x),
-        lambda x: x[:, None] @ x[:, :, None],
-        lambda x: x[:, :1] @ x[:1],
         lambda x: jnp.ones(8) @ jnp.sin(x),
         lambda x: lax.fori_loop(
             0, 3, lambda _, v: 1 / (v @ jnp.exp(-x @ x.T)), jnp.ones(8)
@@ -350,21 +292,11 @@ def test_sums_stay_float32(fun):
     assert found[-1] == F32
 
 
-def test_a_kernel_matrix_computed_from_arguments_alone_is_no_layer():
-    def sinkhorn(x, y):
-        kernel = jnp.exp(-jnp.square(x[:, None] - y[None]).sum(-1))
-        return lax.fori_loop(0, 3, lambda _, v: 1 / (kernel @ v), jnp.ones(8))
-
-    half = jmp_scale.autocast(lambda x, y: (sinkhorn(x, y), x @ y.T), "bfloat16")
-    assert products(half, X, X) == [F32, BF16]
-
-
 HALF_STORED = {
     "dot": lambda w, x: jnp.dot(x, w),
     "einsum": lambda w, x: jnp.einsum("bi,io->ob", x, w),
     "cast": lambda w, x: x @ w.T.astype(jnp.float32).T,
     "scan": lambda w, x: lax.scan(lambda x, w: (x @ w, None), x, w[None])[0],
-    "lora": lambda w, x: x @ w,
     "ragged_dot": lambda w, x: lax.ragged_dot(x, n32(w[None]), jnp.array([8])),
     "convolution": lambda w, x: convolve(
         x.reshape(1, 8, 1, N), n32(w[None, None]), (1, 1), "SAME"
@@ -375,7 +307,7 @@ HALF_STORED = {
 
 @pytest.mark.parametrize("dtype", one_of(2, ["float16", "bfloat16"]))
 @pytest.mark.parametrize("stored", one_of(2, ["bfloat16", "float16"]))
-@pytest.mark.parametrize("name", HALF_STORED)
+@pytest.mark.parametrize("name", one_of(2, HALF_STORED))
 def test_a_product_runs_in_the_dtype_of_a_weight_stored_in_half(name, stored, dtype):
     fun, w = HALF_STORED[name], W.astype(stored)
     loss = lambda w, x: mean_square(jnp.tanh(fun(w, jnp.sin(x))))  # noqa: E731
@@ -393,27 +325,12 @@ def test_a_weight_that_the_program_casts_to_another_half_is_read_as_cast():
     assert products(half, W.astype("bfloat16"), X) == [F16]
 
 
-def layers_stored_in_half():
-    dense = linen.Dense(N, param_dtype=jnp.bfloat16)
-    params = dense.init(jax.random.key(0), X)
-    yield "linen", lambda x: dense.apply(params, x)
-    yield "nnx", nnx.Linear(N, N, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    layer = eqx.nn.Linear(N, N, dtype=jnp.bfloat16, key=jax.random.key(0))
-    yield "equinox", jax.vmap(layer)
-
-
-def test_layers_of_libraries_with_weights_stored_in_half_run_in_half():
-    for name, apply in layers_stored_in_half():
-        half = autocast(lambda x, f=apply: mean_square(f(jnp.sin(x))), "bfloat16")
-        assert products(half, X) == [BF16], name
-
-
 def head(w, x):
     with jax.named_scope("logits"):
         return x @ w
 
 
-def test_names_are_those_of_functions_scopes_and_places():
+def test_products_of_a_name_stay_float32():
     jitted = jax.jit(layer)  # one jaxpr, called twice
 
     def loss(w, x):
@@ -421,14 +338,10 @@ def test_names_are_those_of_functions_scopes_and_places():
             x = jitted(w, x)
         return mean_square(head(w, jitted(w, x)))
 
-    line = head.__code__.co_firstlineno + 2
     for names, dtypes in (
-        ("head", [F16, F16, F32]),
-        ("logits", [F16, F16, F32]),
-        (f"test_autocast.py:{line}", [F16, F16, F32]),
-        ("first", [F32, F16, F16]),
-        (["layer"], [F32, F32, F16]),
         (("first", "head"), [F32, F16, F32]),
+        (["layer"], [F32, F32, F16]),
+        ("logits", [F16, F16, F32]),
     ):
         half = autocast(loss, "float16", keep_float32=names)
         assert products(half, W, X) == dtypes
@@ -439,44 +352,38 @@ def test_a_name_that_matches_nothing_warns_and_lists_what_there_is():
     half = autocast(lambda w, x: head(w, x) @ w, "float16", keep_float32=names)
     with pytest.warns(UserWarning, match=r"\['typo'\].*head.*logits"):
         half(W, X)
-    nameless = autocast(WITHIN["vmap"](jnp.dot), "float16", keep_float32="typo")
-    with pytest.warns(UserWarning, match=r"there are \w"):
-        nameless(X, W)
     with pytest.raises(TypeError, match=r"got a function 'head'.*keep_float32\(fun\)"):
         autocast(head, "float16", keep_float32=(head,))
 
 
 def test_what_is_not_a_function_is_an_error_that_shows_the_call():
     call = r"expected a function, got .*autocast\(loss"
-    for wrong in ("cuda", 3.0, jnp.ones(())):
-        with pytest.raises(TypeError, match=call):
-            autocast(wrong, jnp.float16)
+    with pytest.raises(TypeError, match=call):
+        autocast("cuda", jnp.float16)
     for mark in (keep_float32, in_half):
         with pytest.raises(TypeError, match=rf"got an array.*{mark.__name__}\(fun\)"):
             mark(X)
-    with pytest.raises(TypeError, match="context manager"):
-        autocast("float16")(layer)
-    model = nnx.Linear(N, N, rngs=nnx.Rngs(0))
     for function in (autocast, jmp_scale.nnx.autocast):
         with pytest.raises(TypeError, match="context manager"), function("float16"):
             pass
-        with pytest.raises(TypeError, match="wrap the function that calls the model"):
-            function(model, "float16")
 
 
-COMPILE = pytest.mark.parametrize("compile_", one_of(2, [jax.jit, lambda f: f]))
 NO_SCALE = "float16 gradients without a loss scale"
 SCALE = jmp_scale.StaticLossScale(8.0)
 
 
-@COMPILE
+def traced(fun, *args):
+    """Traces anew, as `jax.jit` does, and compiles nothing."""
+    return jax.eval_shape(lambda *args: fun(*args), *args)
+
+
 @pytest.mark.filterwarnings("error:autocast")
-def test_float16_gradients_of_no_loss_scale_warn_once(compile_):
-    half = compile_(autocast(two_layers, "float16"))
+def test_float16_gradients_of_no_loss_scale_warn_once():
+    half = autocast(two_layers, "float16")
 
     def train(fun, loss_scale):
         value_and_grad = jmp_scale.value_and_grad(lambda *args: fun(*args), loss_scale)
-        return compile_(value_and_grad)(W, X)
+        return traced(value_and_grad, W, X)
 
     # Filters make a warning an error.
     none = jmp_scale.NoOpLossScale()
@@ -495,47 +402,36 @@ def scaled(w, x):
 
 
 FORGOTTEN = {
-    "grad": lambda f: jax.grad(f),
-    "value_and_grad": lambda f: jax.value_and_grad(f),
+    "grad": jax.grad,
     "of a jit": lambda f: jax.grad(jax.jit(f)),
-    "of a checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
     "a vmap": lambda f: lambda w, x: jax.vmap(jax.grad(f), (None, 0))(w, x[None]),
-    "Equinox": lambda f: lambda w, x: eqx.filter_value_and_grad(f)(w, x),
-    "Equinox's jit": lambda f: eqx.filter_jit(eqx.filter_grad(f)),
+    "Equinox": lambda f: eqx.filter_jit(eqx.filter_grad(f)),
     "NNX": nnx.value_and_grad,
 }
 SCALED = {
     "after it": lambda half: jax.grad(lambda w, x: SCALE.scale(half(w, x))),
-    "in a jit": lambda half: jax.grad(jax.jit(lambda w, x: SCALE.scale(half(w, x)))),
     "within it": lambda half: jax.grad(autocast(scaled, "float16")),
-    "by hand": lambda half: jax.grad(lambda w, x: 8 * half(w, x)),
     "by a cotangent": lambda half: lambda w, x: jax.vjp(half, w, x)[1](jnp.float32(8)),
     "by Flax": lambda half: lambda w, x: DynamicScale().value_and_grad(half)(w, x)[2],
     "by value_and_grad": lambda half: jmp_scale.grad(half, SCALE),
-    "nothing to scale": lambda half: jax.grad(autocast(two_layers, "bfloat16")),
-    "bfloat16 backward": lambda half: jax.grad(
-        autocast(two_layers, "float16", backward="bfloat16")
-    ),
     "no derivative": lambda half: half,
 }
 
 
-@COMPILE
 @pytest.mark.filterwarnings("error:autocast")
 @pytest.mark.parametrize("how", FORGOTTEN)
-def test_a_forgotten_loss_scale_warns_once(how, compile_):
-    step = compile_(FORGOTTEN[how](autocast(two_layers, "float16")))
+def test_a_forgotten_loss_scale_warns_once(how):
+    gradient = FORGOTTEN[how](autocast(two_layers, "float16"))
     with pytest.warns(UserWarning, match=NO_SCALE) as record:
-        step(W, X)
+        traced(gradient, W, X)
     assert len(record) == 1
-    step(W, X[1:])
+    traced(gradient, W, X[1:])
 
 
-@COMPILE
 @pytest.mark.filterwarnings("error:autocast")
 @pytest.mark.parametrize("how", SCALED)
-def test_a_loss_that_is_scaled_does_not_warn(how, compile_):
-    compile_(SCALED[how](autocast(two_layers, "float16")))(W, X)
+def test_a_loss_that_is_scaled_does_not_warn(how):
+    traced(SCALED[how](autocast(two_layers, "float16")), W, X)
 
 
 @pytest.mark.filterwarnings("error:autocast")
@@ -554,9 +450,8 @@ SECOND = {
 V = jnp.roll(W, 1, 0)
 
 
-@pytest.mark.parametrize("share", one_of(2, [False, True]))
 @pytest.mark.parametrize("derivative", one_of(2, SECOND))
-def test_second_derivatives_have_the_range_of_the_backward_pass(derivative, share):
+def test_second_derivatives_have_the_range_of_the_backward_pass(derivative):
     def loss(w):  # so small that no cotangent is a float16 number but 0
         h = X + jnp.tanh(X @ w) @ w.T
         return 1e-9 * mean_square(jax.nn.softmax(h @ w) @ w + jnp.sin(h @ w))
@@ -567,9 +462,7 @@ def test_second_derivatives_have_the_range_of_the_backward_pass(derivative, shar
         return lowered.compile({"xla_allow_excess_precision": False})(W)
 
     halved = functools.partial(autocast, loss, "float16", backward="bfloat16")
-    got, plain = (
-        computed(halved(share_casts=share, recompute=r)) for r in (True, False)
-    )
+    got, plain = (computed(halved(recompute=r)) for r in (True, False))
     assert_norm_close(got, computed(loss), 0.03)
     assert_norm_close(got, plain, 0.01)
 
@@ -600,10 +493,7 @@ kernel.defvjp(
 )
 WITHIN = {
     "plain": lambda f: f,
-    "jit": jax.jit,
     "remat": jax.checkpoint,
-    "vmap": lambda f: lambda q, k: jax.vmap(f, (0, None))(q[None], k)[0],
-    "loop": lambda f: lambda q, k: lax.fori_loop(0, 2, lambda _, c: f(c, k), q),
     # The rule of the kernel does not sum the gradient of `k` over devices.
     "shard_map": lambda f: jax.shard_map(
         f, mesh=ONE_AXIS, in_specs=(P("i"), P()), out_specs=P("i"), check_vma=False
@@ -611,12 +501,11 @@ WITHIN = {
     "scan": lambda f: (
         lambda q, k: lax.scan(lambda c, k: (f(c, k), None), q, k[None])[0]
     ),
-    "twice": lambda f: lambda q, k: f(jax.jit(f)(q, k), k),
 }
 
 
 @pytest.mark.parametrize("recompute", one_of(2, [True, False]))
-@pytest.mark.parametrize("within", one_of(2, WITHIN))
+@pytest.mark.parametrize("within", WITHIN)
 def test_a_kernel_gets_half_precision_and_its_rule_may_return_float32(
     within, recompute
 ):
@@ -634,27 +523,15 @@ def test_a_kernel_gets_half_precision_and_its_rule_may_return_float32(
 
 
 def test_the_inner_one_of_in_half_and_keep_float32_decides():
-    def dtypes(fun):
-        return products(autocast(lambda w, x: fun(x @ w, w), "bfloat16"), W, X)[1:]
-
-    dot = lambda q, k: q @ k  # noqa: E731
-    assert dtypes(keep_float32(in_half(dot))) == [BF16]
-    assert dtypes(in_half(keep_float32(dot))) == [F32]
-
-
-@pytest.mark.parametrize("given", [jnp.float32, jnp.bfloat16])
-def test_what_keep_float32_gives_is_half_precision_within_in_half(given):
-    def exact(x):
-        assert x.dtype == jnp.float32
-        return jnp.sin(x)
-
-    def outer(x):
-        y = keep_float32(exact)(x.astype(given))
+    def inner(q, k):
+        y = keep_float32(lambda q, k: jnp.sin(q @ k))(q, k)
         assert y.dtype == jnp.bfloat16
         return y
 
-    half = autocast(lambda x: in_half(outer)(x @ W), "bfloat16")
-    assert half(X).dtype == jnp.float32
+    dot = lambda q, k: q @ k  # noqa: E731
+    for fun, wanted in ((keep_float32(in_half(dot)), BF16), (in_half(inner), F32)):
+        half = autocast(lambda w, x, f=fun: f(x @ w, w), "bfloat16")
+        assert products(half, W, X) == [BF16, wanted]
 
 
 def pallas_kernel(x, w):
@@ -672,16 +549,9 @@ def linen_attention(attend):
     return lambda w, x: layer.apply(params, x @ w)
 
 
-def nnx_attention(attend):
-    attend = attend(nnx.dot_product_attention)
-    options = {"rngs": nnx.Rngs(0), "decode": False, "attention_fn": attend}
-    layer = nnx.MultiHeadAttention(2, N, **options)
-    return lambda w, x: layer(x @ w)
-
-
 @pytest.mark.parametrize(
     "program",
-    [lambda f: lambda w, x: f(pallas_kernel)(x, w), linen_attention, nnx_attention],
+    [lambda f: lambda w, x: f(pallas_kernel)(x, w), linen_attention],
 )
 def test_kernels_and_attention_of_libraries_get_half_precision(program):
     seen = []
@@ -694,22 +564,9 @@ def test_kernels_and_attention_of_libraries_get_half_precision(program):
         return in_half(spy)
 
     fun = program(spied)
-    wanted = fun(W, X)
-    with warnings.catch_warnings():  # of Pallas alone, that nothing else is a product
-        warnings.simplefilter("ignore", UserWarning)
-        got = jax.jit(autocast(fun, "bfloat16"))(W, X)
+    for each in (fun, autocast(fun, "bfloat16")):
+        jax.eval_shape(each, W, X)
     assert seen[-2:] == [{"float32"}, {"bfloat16"}]
-    assert_close(got, wanted, 0.05)
-
-
-STACKED = {
-    "scaled": lambda w: 2 * w,
-    "reshaped": lambda w: w.reshape(2, N // 2, N).transpose(1, 0, 2).reshape(N, N),
-    "summed": lambda w: jnp.cumsum(w, 0),
-    "gathered": lambda w: w[jnp.arange(N)],
-    "forty operations": lambda w: functools.reduce(lambda w, _: 1.01 * w, range(40), w),
-    "nothing": lambda w: w,
-}
 
 
 @functools.partial(
@@ -719,30 +576,26 @@ def gathered(shard, x):
     return x @ lax.all_gather(shard, "i", tiled=True)
 
 
-@pytest.mark.parametrize("how", one_of(5, STACKED))
-@pytest.mark.parametrize(
-    "around", ["nothing", "scan", "cond", "fori_loop", "all_gather", "experts"]
-)
-def test_gradients_of_weights_are_float32_whatever_is_done_to_them(how, around):
+@pytest.mark.parametrize("around", ["scan", "cond", "loop", "all_gather", "experts"])
+def test_gradients_of_weights_are_float32_whatever_is_done_to_them(around):
     big = jnp.full((512, N), 300.0)  # whose sums of 512 float16 cannot hold
 
     def total(w):
         return 400 * jnp.sum(big @ w)
 
     def loss(w):
-        w = STACKED[how](w)
+        w = w.reshape(2, N // 2, N).transpose(1, 0, 2).reshape(N, N)
+        w = functools.reduce(lambda w, _: 1.01 * w, range(40), w)
         if around == "scan":
             return lax.scan(lambda c, w: (c + total(w), None), 0.0, w[None])[0]
         if around == "cond":
             return lax.cond(big[0, 0] > 0, total, lambda w: jnp.sum(w @ w), w)
-        if around == "fori_loop":
+        if around == "loop":
             return lax.fori_loop(0, 1, lambda _, c: c + total(w), 0.0)
         if around == "all_gather":
             return 400 * jnp.sum(gathered(w, big))
-        if around == "experts":
-            chosen = w[None][jnp.zeros(2, int)]
-            return 400 * jnp.sum(big.reshape(2, 256, N) @ chosen)
-        return total(w)
+        chosen = w[None][jnp.zeros(2, int)]
+        return 400 * jnp.sum(big.reshape(2, 256, N) @ chosen)
 
     got, wanted = (jax.jit(jax.grad(f))(W) for f in (autocast(loss, "float16"), loss))
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
@@ -759,8 +612,10 @@ def test_a_loop_rounds_what_each_step_reads_and_sums_gradients_in_float32(backwa
     np.testing.assert_array_equal(got, 24000 * float(xs[0, 0, 0].astype(backward)))
 
 
-@pytest.mark.parametrize("result", ["bfloat16", "float32"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize(
+    ("dtype", "result"),
+    [("bfloat16", "bfloat16"), ("float8_e4m3fn", "float32"), ("int8", "float32")],
+)
 @pytest.mark.filterwarnings("ignore:autocast. no product became")
 def test_what_the_user_cast_stays_as_cast(dtype, result):
     def f(w, x):
@@ -772,22 +627,6 @@ def test_what_the_user_cast_stays_as_cast(dtype, result):
     assert half(W, X) == f(W, X)
 
 
-def test_products_with_scales_of_their_own_stay_as_written():
-    def f(x):
-        x, s = x.astype("float8_e4m3fn"), x[..., :2].astype("float8_e8m0fnu")
-        both = [jax.nn.scaled_matmul(x, x, s, s)]
-        if hasattr(lax, "scaled_dot"):  # JAX 0.8.0 has none
-            both.append(lax.scaled_dot(x, x.mT, lhs_scale=s, rhs_scale=s.mT))
-        return both
-
-    # Traced alone: a CPU does not run the first one.
-    with pytest.warns(UserWarning, match="they have scales of their own"):
-        jaxpr = jax.make_jaxpr(autocast(f, "float16"))(jnp.ones((1, 64, 64)))
-    eqns = [e for e in _jaxpr.equations(jaxpr) if "scaled_" in e.primitive.name]
-    dtypes = {tuple(map(_jaxpr.dtype_name, eqn.invars)) for eqn in eqns}
-    assert dtypes == {("float8_e4m3fn",) * 2 + ("float8_e8m0fnu",) * 2}
-
-
 def test_the_inner_autocast_decides():
     def loss(w, x, layer=layer):
         return mean_square(layer(w, x) @ w)
@@ -795,30 +634,19 @@ def test_the_inner_autocast_decides():
     inner = keep_float32(autocast(layer, "bfloat16"))
     nested = autocast(functools.partial(loss, layer=inner), "float16")
     assert products(nested, W, X) == [BF16, F16]
-    one = autocast(loss, "float16")
-    wide = [
-        sum("float32" in pair for pair in products(jax.grad(fun), W, X))
-        for fun in (nested, one)
-    ]
-    assert wide[0] == wide[1]  # those of gradients of weights alone
     got, wanted = (jax.value_and_grad(f)(W, X) for f in (nested, loss))
     assert_close(got, wanted, 0.02)
 
 
 @pytest.mark.filterwarnings("ignore:autocast. no product became")
-@pytest.mark.parametrize(
-    "fun",
-    [
-        lambda w, x: jnp.tanh(x * w[0][None]).sum(),
-        lambda w, x: lax.scan(lambda c, y: (c + jnp.sin(y), c), x[0], x)[0].sum(),
-        lambda w, x: jnp.sort(jax.nn.softmax(x)) + jnp.vdot(w[0], x[0]),
-    ],
-)
-def test_a_program_without_products_stays_bit_for_bit(fun):
-    half, grad = autocast(fun, "float16"), lambda f: jax.grad(lambda *a: f(*a).sum())
-    np.testing.assert_array_equal(half(W, X), fun(W, X))
-    assert not any("16" in str(aval.dtype) for aval in kept(half, W, X))
-    np.testing.assert_allclose(grad(half)(W, X), grad(fun)(W, X), 1e-5, 1e-6)
+def test_a_program_without_products_stays_bit_for_bit():
+    def fun(w, x):
+        return lax.scan(lambda c, y: (c + jnp.sin(y), c), x[0] * w[0], x)[0].sum()
+
+    half, grad = autocast(fun, "float16"), jax.jit(jax.value_and_grad(fun))
+    found, wanted = jax.jit(jax.value_and_grad(half))(W, X), grad(W, X)
+    np.testing.assert_array_equal(found[0], wanted[0])
+    np.testing.assert_allclose(found[1], wanted[1], 1e-5, 1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:autocast. no product became")
@@ -842,16 +670,6 @@ def deep(factors):
 
 
 def test_equal_layers_are_traced_once():
-    def units(*factors, x=X):
-        jaxpr = jax.make_jaxpr(deep(factors))(W, x)
-        reading = read(jaxpr, [Origin.PARAMETER] * 2, jnp.dtype("bfloat16"))
-        return {part for part in make_plan(reading) if isinstance(part, Unit)}
-
-    # The last island has the loss in it.
-    assert len(units(2.0, 2.0, 2.0)) == len(units(*[2.0] * 9)) == 2
-    assert len(units(2.0, 3.0, 2.0)) == len(units(0.0, -0.0, 0.0)) == 3
-    assert not units(2.0, 2.0) & units(2.0, 2.0, x=X[:2])
-
     def runs(layers):
         """How often a layer's cheap operations are evaluated."""
         spy = mock.Mock(wraps=_jaxpr.evaluate_all)
@@ -869,11 +687,8 @@ def test_equal_layers_are_traced_once():
 LIKE = {  # what is done to the result of a layer, from one source line
     "power": (lax.integer_pow, [2, 3, 2]),
     "permutation": (lax.transpose, [(0, 1), (1, 0), (0, 1)]),
-    "axis": (lambda y, axis: y - y.max(axis, keepdims=True), [0, 1, 0]),
     "factor": (lambda y, factor: y * factor, [1.0, 2.0, np.float32(1), -1]),
     "constant": (lambda y, k: y * np.full((N, N), k, np.float32), [1, 2, 1]),
-    "reversed": (lax.rev, [(0,), (1,), (0,)]),
-    "rounded": (lambda y, d: y.astype(d).astype("float32"), ["float16", "bfloat16"]),
     "function": (lambda y, f: f(y), [jax.nn.relu, jnp.tanh, jax.nn.relu6]),
     "outputs": (lambda y, n: y + y[:n].sum(), [1, 2, 1]),
 }
@@ -917,7 +732,7 @@ def test_equal_layers_differ_in_what_they_read_twice():
 
     square = W[:8, :8]
     got, wanted = (
-        jax.grad(autocast(f, "float16", recompute=recompute))(square, square.T)
+        jax.jit(jax.grad(autocast(f, "float16", recompute=recompute)))(square, square.T)
         for recompute in (True, False)
     )
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
@@ -975,18 +790,14 @@ def test_a_call_that_cannot_be_read_warns_once_and_stays_float32(fun, call):
     assert F32 in products(half, W, X)
 
 
-@pytest.mark.parametrize("around", ["cond", "scan"])
-def test_a_call_without_results_runs_once(around):
+def test_a_call_without_results_runs_once():
     seen = []
 
     def f(w, x):
         def see(x):
             jax.debug.callback(seen.append, layer(w, x)[0])
 
-        if around == "cond":
-            lax.cond(x[0, 0] < 9, see, lambda x: None, x)
-        else:
-            lax.scan(lambda _, x: (None, see(x)), None, x[None])
+        lax.scan(lambda _, x: (None, see(x)), None, x[None])
         return x
 
     jax.block_until_ready(jax.jit(autocast(f, "float16"))(W, X))
@@ -1058,7 +869,6 @@ def test_all_operations_share_the_cast_of_what_a_product_read():
 @pytest.mark.parametrize(
     "inside",
     [
-        lambda f: f,
         lambda f: lambda y: lax.cond(y[0, 0] > 9, jnp.sin, f, y),
         functools.partial(jax.checkpoint, prevent_cse=False),
     ],
@@ -1088,7 +898,6 @@ def on_devices(f):
 
 
 AROUND = {
-    "jit": lambda f, w, x: jax.jit(jax.value_and_grad(f))(w, x),
     "checkpoint": lambda f, w, x: jax.value_and_grad(jax.checkpoint(f))(w, x),
     "vmap": lambda f, w, x: jax.vmap(jax.value_and_grad(f), (None, 0))(
         w, several(x, 2)
@@ -1096,19 +905,16 @@ AROUND = {
     "scan": lambda f, w, x: lax.scan(
         lambda c, y: (c + f(c, y), jax.grad(f)(c, y)), w, several(x, 2)
     ),
-    "jvp": lambda f, w, x: jax.jvp(f, (w, x), (w, 2 * x)),
     "linearize": lambda f, w, x: jax.linearize(f, w, x)[1](w, x),
-    "jacfwd": lambda f, w, x: jax.jacfwd(f)(w, x),
     "hessian": lambda f, w, x: jax.hessian(lambda v: f(v[:, None] * w, x))(w[0]),
     "pmap": lambda f, w, x: jax.pmap(jax.grad(f), in_axes=(None, 0))(w, several(x, 8)),
     "shard_map": lambda f, w, x: jax.value_and_grad(on_devices(f))(w, x),
     "in shard_map": lambda f, w, x: on_devices(jax.grad(f))(w, x),
-    "itself": lambda f, w, x: jax.value_and_grad(autocast(f, "float16"))(w, x),
     "gradient": lambda f, w, x: autocast(jax.grad(f), "float16")(w, x),
 }
 
 
-@pytest.mark.parametrize("around", one_of(2, AROUND))
+@pytest.mark.parametrize("around", one_of(3, AROUND))
 def test_it_composes_with_what_is_around_it(around):
     def loss(w, x):
         y = jax.nn.gelu(layer(w, x)) + x
@@ -1117,23 +923,6 @@ def test_it_composes_with_what_is_around_it(around):
     run = AROUND[around]
     run = run if around == "pmap" else jax.jit(run, static_argnums=0)
     assert_close(run(autocast(loss, "float16"), W, X), run(loss, W, X), 0.02)
-
-
-@pytest.mark.parametrize("recompute", [True, False])
-def test_forward_mode_goes_through_a_loop_that_ends_by_its_values(recompute):
-    def loss(w):
-        def goes_on(carry):
-            return (carry[0] < 10) & (jnp.sum(carry[1] ** 2) > 1e-3)
-
-        def step(carry):
-            return carry[0] + 1, jnp.tanh(carry[1] @ w)
-
-        return mean_square(lax.while_loop(goes_on, step, (0, X))[1])
-
-    tangent = jnp.cos(jnp.arange(W.size, dtype="float32")).reshape(W.shape)
-    half_loss = autocast(loss, "float16", recompute=recompute)
-    got, wanted = (jax.jvp(f, (W,), (tangent,)) for f in (half_loss, loss))
-    assert_close(got, wanted, 0.02)
 
 
 @jax.custom_jvp
@@ -1156,9 +945,8 @@ def zero_if_symbolic(primal, tangent):
     return zero_from_primal(primal) if is_zero else tangent
 
 
-@pytest.mark.parametrize("recompute", one_of(2, [True, False]))
-@pytest.mark.parametrize("transform", [jax.grad, jax.jacfwd, jax.hessian])
-def test_a_rule_may_say_that_a_result_has_no_tangent(transform, recompute):
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_rule_may_say_that_a_result_has_no_tangent(recompute):
     """As those of Optimistix, Lineax and Diffrax do."""
 
     def loss(scale, w, x):
@@ -1170,14 +958,12 @@ def test_a_rule_may_say_that_a_result_has_no_tangent(transform, recompute):
 
     half = autocast(loss, "float16", recompute=recompute)
     one = jnp.float32(1.0)
-    got, wanted = (jax.jit(transform(f))(one, W, X) for f in (half, loss))
+    got, wanted = (jax.jit(jax.grad(f))(one, W, X) for f in (half, loss))
     assert_close(got, wanted, 0.02)
     assert {*products(jax.grad(half), one, W, X)} == {F16}
 
 
-DERIVATIVES = {  # the last one of the first, or of the second
-    "jvp of grad": lambda f: jax.jacfwd(jax.grad(f)),
-    "grad of grad": lambda f: jax.grad(jax.grad(f)),
+DERIVATIVES = {
     "hessian": jax.hessian,
     "third": lambda f: jax.grad(jax.grad(jax.grad(f))),
 }
@@ -1204,17 +990,6 @@ def on_mesh(mesh):
     return sharded(W, mesh, P()), sharded(X, mesh, P("i"))
 
 
-@pytest.mark.parametrize("mesh", [ONE_AXIS, EXPLICIT])
-def test_sharded_arrays_give_what_whole_ones_give(mesh):
-    def loss(w, x):
-        return mean_square(layer(w, jax.nn.gelu(x @ w)))
-
-    wanted = jax.value_and_grad(loss)(W, X)
-    with jax.set_mesh(mesh):
-        got = jax.jit(jax.value_and_grad(autocast(loss, "float16")))(*on_mesh(mesh))
-    assert_close(got, wanted, 0.02)
-
-
 SPLIT, WHOLE = (NamedSharding(ONE_AXIS, P(*names)) for names in (["i"], []))
 split_layer = jax.jit(layer, in_shardings=(WHOLE, SPLIT), out_shardings=SPLIT)
 split = jax.jit(lambda x: x * 1, out_shardings=SPLIT)
@@ -1222,9 +997,7 @@ SHARDED = {
     "layer": lambda w, x: split_layer(w, split_layer(w, x)),
     "operand": lambda w, x: layer(w, split(x)),
     "result": jax.jit(lambda w, x: layer(w, x), out_shardings=SPLIT),
-    "checkpoint": lambda w, x: jax.checkpoint(split_layer)(w, x),
     "scan": lambda w, x: lax.scan(lambda c, _: (split_layer(w, c), 0), x, length=2)[0],
-    "cond": lambda w, x: lax.cond(x[0, 0] > 0, split_layer, layer, w, x),
     "vmap": lambda w, x: jax.vmap(split_layer, (0, None))(jnp.stack([w, w]), x)[0],
     "numbers": lambda w, x: split_layer(
         w, x + jax.jit(lambda: 1.0, out_shardings=WHOLE)()
@@ -1280,28 +1053,15 @@ def attention(w, x):
     return jax.nn.softmax(jnp.einsum("qd,kd->qk", q, k)) @ v
 
 
-def on_axes_of_one(fun):
-    """One sequence of one head, as libraries lay them out."""
-
-    def run(w, x):
-        q, k, v = ((x @ w)[None, :, None] for w in (w, w.T, 2 * w))
-        return fun(q, k, v)
-
-    return run
-
-
 SYMBOLIC = {
     "attention": attention,
-    "attention of jax": on_axes_of_one(jax.nn.dot_product_attention),
-    "attention of Linen": on_axes_of_one(linen.dot_product_attention),
-    "covariance": lambda w, x: (x @ w).T @ (x @ w),
     "lookup": lambda w, x: w[jnp.argmax(x, 1)] @ w,
     "norm of a batch": lambda w, x: (x @ w / jnp.std(x @ w, 0, keepdims=True)) @ w,
     "scan": lambda w, x: lax.scan(lambda c, _: (layer(w, c), None), x, length=2)[0],
 }
 
 
-@pytest.mark.parametrize("name", one_of(3, SYMBOLIC))
+@pytest.mark.parametrize("name", one_of(2, SYMBOLIC))
 def test_a_program_of_symbolic_sizes_is_that_of_each_size(name):
     """As `jax.export` traces it."""
 
@@ -1349,26 +1109,10 @@ def test_whatever_is_no_float_array_passes():
     assert out["y"].dtype == jnp.float32
 
 
-@pytest.mark.parametrize("kind", [np.asarray, lambda x: np.asarray(x, np.float64)])
-def test_numpy_arrays_are_arguments_as_in_jit(kind):
+def test_numpy_arrays_are_arguments_as_in_jit():
     """Not constants, whose products stay float32."""
-    half = autocast(lambda args: (two_layers(*args["w, x"]), args["name"]), "bfloat16")
-    got, name = half({"w, x": (kind(W), kind(X)), "name": np.str_("static")})
-    assert name == "static"
-    assert got == autocast(two_layers, "bfloat16")(W, X) != two_layers(W, X)
-
-
-def test_the_loss_scale_s_value_and_grad_takes_it():
-    def loss(x, w, bias):
-        y = layer(w, x) + bias["b"]
-        return mean_square(y), {"y": y, "step": jnp.int32(3)}
-
-    args, argnums = (X, W, {"b": jnp.zeros((1, N))}), (1, 2)
-    half = autocast(loss, "float16")
-    scale = jmp_scale.DynamicLossScale(2.0**15)
-    got = jmp_scale.value_and_grad(half, scale, argnums, has_aux=True)(*args)
-    wanted = jax.value_and_grad(loss, argnums, has_aux=True)(*args)
-    assert_close(got, wanted, 0.01)
+    half = autocast(two_layers, "bfloat16")
+    assert half(np.float64(W), np.float64(X)) == half(W, X) != two_layers(W, X)
 
 
 def test_effects_keep_their_order():
@@ -1386,15 +1130,6 @@ def test_effects_keep_their_order():
     jax.block_until_ready(jax.jit(autocast(f, "float16"))(W, X))
     jax.effects_barrier()
     assert seen == [0, 1, 2, 3, 4]
-
-
-def test_a_program_of_thousands_of_equations_is_planned():
-    def f(w, x):
-        for _ in range(1500):
-            x = jnp.sin(x) + 1e-3
-        return mean_square(x @ w)
-
-    assert jax.make_jaxpr(autocast(f, "float16"))(W, X).jaxpr.outvars
 
 
 def bare_nnx_loss(model, x):
@@ -1449,9 +1184,6 @@ def test_layers_of_linen_with_state_work_in_keep_float32():
         jax.jit(jax.value_and_grad(f, has_aux=True))(variables, X) for f in (half, loss)
     )
     assert_close(got, wanted, 0.01)
-    named = autocast(loss, "float16", keep_float32="Dense_0")
-    with pytest.warns(UserWarning, match="no product became half"):
-        assert products(named, variables, X) == [F32, F32]
 
 
 def test_what_a_forward_pass_writes_to_nnx_modules_is_written():
@@ -1475,8 +1207,6 @@ def test_what_a_forward_pass_writes_to_nnx_modules_is_written():
     assert_close(step(half()), wanted, 0.02)
     # The counter of the random stream is among them.
     assert any(x.dtype == jnp.uint32 and x == 1 for x in wanted)
-    with pytest.warns(UserWarning, match="no product became half.*keep"):
-        half(keep_float32="Linear")(Net(nnx.Rngs(0)), X)  # its class
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, nnx.jit])

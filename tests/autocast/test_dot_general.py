@@ -13,12 +13,9 @@ from jmp_scale._autocast.dot_general import wide_dot_general
 MATRICES = (((1,), (0,)), ((), ()))
 PRODUCTS = {
     "matrices": ((4, 3), (3, 2), MATRICES),
-    "both transposed": ((3, 4), (2, 3), (((0,), (1,)), ((), ()))),
     "a dense layer": ((2, 5, 3), (3, 4), (((2,), (0,)), ((), ()))),
-    "two dimensions": ((5, 4, 3), (3, 4, 2), (((2, 1), (0, 1)), ((), ()))),
     "a batch": ((2, 5, 3), (2, 4, 3), (((2,), (2,)), ((0,), (0,)))),
     "a batch elsewhere": ((5, 3, 2), (4, 2, 3), (((1,), (2,)), ((2,), (1,)))),
-    "nothing in common": ((2,), (3,), (((), ()), ((), ()))),
     "vectors": ((3,), (3,), (((0,), (0,)), ((), ()))),
 }
 
@@ -29,7 +26,7 @@ def normal(seed, shape, dtype):
 
 @pytest.mark.strict_promotion
 @pytest.mark.parametrize("side", [0, 1])
-@pytest.mark.parametrize("name", one_of(3, PRODUCTS))
+@pytest.mark.parametrize("name", one_of(2, PRODUCTS))
 def test_the_gradient_of_the_float32_operand_is_a_float32_product(name, side):
     *shapes, dims = PRODUCTS[name]
     pair = [normal(i, shape, "float16") for i, shape in enumerate(shapes)]

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from autocast_programs import W, X
-from flax import linen, nnx
 from jax import lax
 
 from jmp_scale import _jaxpr, autocast, in_half, keep_float32
@@ -46,15 +45,11 @@ def product(fun=energy):
         ("energy", True),
         ("layer", True),
         ("Model.layer", True),
-        ("Model", True),
         ("head", True),
-        ("dense", True),
         ("head.dense", True),
         ("dense.head", False),
         ("hea", False),
-        ("ense", False),
         (f"test_marks.py:{LINE}", True),
-        (f"marks.py:{LINE}", False),
         (f"test_marks.py:{LINE + 1}", False),
         ("dot_general", False),
     ],
@@ -66,16 +61,6 @@ def test_a_product_is_named_by_functions_scopes_and_places(name, is_exempt):
     assert {"energy", "layer", "head", "dense"} <= met.there
     assert "nothing" not in met.there
     assert not met.there & {"matmul", "dot_general", "bind", "ArrayImpl"}
-
-
-def test_a_call_is_named_by_its_function():
-    @jax.jit
-    def jitted(w, x):
-        return x @ w
-
-    call = jax.make_jaxpr(lambda w, x: jitted(w, x))(W, X).eqns[0]
-    assert meet({"jitted"}, call).is_exempt
-    assert not meet({"other"}, call).is_exempt
 
 
 def test_frames_outside_of_a_nested_trace_do_not_name_a_product():
@@ -174,10 +159,7 @@ def test_a_marked_method_is_one(mark):
 
 
 @MARKS
-@pytest.mark.parametrize("cls", [linen.Dense, nnx.Linear, eqx.nn.Linear])
-def test_a_class_cannot_be_marked(mark, cls):
+def test_a_class_cannot_be_marked(mark):
     name = mark.__name__
-    with pytest.raises(
-        TypeError, match=rf"^{name}: .* {name}\({cls.__name__}\(...\)\)"
-    ):
-        mark(cls)
+    with pytest.raises(TypeError, match=rf"^{name}: .* {name}\(Linear\(...\)\)"):
+        mark(eqx.nn.Linear)

@@ -29,12 +29,6 @@ def repeated(w, x):
 SCANS = {
     "a weight": repeated,
     "a stack": lambda w, x: lax.scan(step, x, STACK * w[None]),
-    "a carry of zeros": lambda w, x: lax.scan(
-        lambda h, b: (jnp.tanh(h @ w + b), h.sum()), 0 * x, jnp.arange(3.0)
-    ),
-    "two carries": lambda w, x: lax.scan(
-        lambda c, _: ((step(c[0], w)[0], c[1] + 1), c[1]), (x, x[0]), None, length=3
-    ),
     "nested": lambda w, x: lax.scan(
         lambda h, _: (repeated(w, h)[0], h.sum()), x, None, length=2
     ),
@@ -87,17 +81,6 @@ def test_products_in_functions_are_half_precision(name):
     traced = _jaxpr.equations(jax.make_jaxpr(half)(W, X))
     products = [eqn for eqn in traced if eqn.primitive.name in PRODUCTS]
     assert {_jaxpr.dtype_name(v) for e in products for v in e.invars} == {"bfloat16"}
-
-
-def test_what_cannot_be_entered_is_warned_of_though_others_became_half():
-    @jax.custom_vjp
-    def opaque(w, x):
-        return x @ w
-
-    opaque.defvjp(lambda w, x: (x @ w, (w, x)), lambda r, g: (r[1].T @ g, g @ r[0].T))
-    half = autocast(lambda w, x: opaque(w, x @ w), "bfloat16")
-    with pytest.warns(UserWarning, match=r"opaque .custom_vjp_call. holds"):
-        jax.make_jaxpr(half)(W, X)
 
 
 def test_a_traced_function_may_be_called():

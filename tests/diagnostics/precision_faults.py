@@ -23,7 +23,6 @@ OF_FLOAT16 = {
     "sum_of_many_in_float16": lambda h: jnp.tile(h, 2000).sum(),  # !half-sum:error
     "einsum_sum": lambda h: jnp.einsum("i->", jnp.tile(h, 100)),  # !half-sum
     "cumulative_sum": lambda h: jnp.cumsum(jnp.tile(h, 100))[-1],  # !half-sum
-    "product_with_ones": lambda h: jnp.tile(h, 100) @ jnp.ones(6400, F16),  # !half-sum
     "sum_with_a_mask": lambda h: jnp.sum(jnp.tile(h, 99), where=h[0] > 0),  # !half-sum
     "square": lambda h: h**2,  # !half-square
     "square_by_product": lambda h: h * h,  # !half-square
@@ -31,9 +30,7 @@ OF_FLOAT16 = {
     "cube": lambda h: h**3,  # !half-square
     "power_of_65": lambda h: jnp.clip(h, 1, 6e4) ** 65,  # !half-square
     "norm": lambda h: jnp.linalg.norm(h),  # !half-square
-    "inner_product": lambda h: h @ h,  # !half-square
     "square_of_absolute": lambda h: jnp.mean(jnp.abs(h) ** 2),  # !half-square
-    "variance": lambda h: jnp.var(h),  # !half-square
     "exponential": lambda h: jnp.exp(h),  # !half-exp
     "power": lambda h: jnp.abs(h) ** 0.7,  # !half-exp
     "logsumexp": lambda h: jax.nn.logsumexp(h),  # !half-exp
@@ -42,8 +39,6 @@ OF_FLOAT16 = {
     "exp2": lambda h: jnp.exp2(h),  # !half-exp
     "logarithm": lambda h: jnp.log(jnp.abs(h) + 1),  # !half-exp
     "power_function": lambda h: jnp.power(jnp.abs(h) + 1, h),  # !half-exp
-    "argmax": lambda h: jnp.argmax(jnp.tile(h, 100)).astype(F16),  # !half-integers
-    "integers_beside_half": lambda h: h[0] * jnp.arange(3000),  # !half-integers
     "mask_constant": lambda h: jnp.where(h > 0, h, -1e9),  # !half-constant
     "mask_times_constant": lambda h: h + (h > 0).astype(F16) * -1e9,  # !half-constant
     "mask_by_scalar_type": lambda h: jnp.where(h > 0, h, F16(-1e9)),  # !half-constant
@@ -52,7 +47,6 @@ OF_FLOAT16 = {
     "lost_clip": lambda h: jnp.clip(h, 1e-8, 1.0),  # !half-constant
     "large_clip": lambda h: jnp.clip(h, -1e5, 1e5),  # !half-constant
     "large_factor": lambda h: h * 1e5,  # !half-constant
-    "division_by_a_tiny_constant": lambda h: h / 1e-8,  # !half-constant
     "epsilon_in_a_division": lambda h: h / (jnp.sum(h) + 1e-8),  # !half-division
     "epsilon_in_a_reciprocal": lambda h: 1 / (jnp.abs(h) + 1e-12),  # !half-division
     "epsilon_in_rsqrt": lambda h: lax.rsqrt(jnp.abs(h) + 1e-8),  # !half-division
@@ -73,15 +67,9 @@ OF_BFLOAT16 = {
     "least_in_bfloat16": lambda h: jnp.where(h > 0, h, LEAST),  # !half-constant
 }
 OF_FLOAT32 = {
-    "integers": lambda x: jnp.sin(jnp.arange(5000).astype(F16)),  # !half-integers
-    "bf16_integers": lambda x: jnp.sin(jnp.arange(999).astype(BF16)),  # !half-integers
-    "half_integers": lambda x: jnp.sin(jnp.arange(5000, dtype=F16)),  # !half-integers
     "cast_sum": lambda x: jnp.sin(jnp.sum(jnp.tile(x, 100)).astype(F16)),  # !half-sum
     "cast_cumsum": lambda x: jnp.cumsum(jnp.tile(x, 100)).astype(F16)[-1],  # !half-sum
-    "cast_numbers": lambda x: jnp.arange(9999.0).astype(F16),  # !half-integers
-    "odd_integers": lambda x: (2 * jnp.arange(1500) + 7).astype(F16),  # !half-integers
     "cast_mask": lambda x: jnp.where(x > 0, 0.0, -1e9).astype(F16),  # !half-constant
-    "samples": lambda x: (x * 100).astype(jnp.int16).astype(F16),  # !half-integers
     "gradient_of_a_bias": lambda x: ROWS + x[:2].astype(F16),  # !half-sum
     "gradient_of_a_factor": lambda x: ROWS * x[:2].astype(F16),  # !half-sum
     "cast_epsilon": lambda x: F16(1) / (abs(x) + 1e-8).astype(F16),  # !half-division
@@ -90,9 +78,7 @@ OF_FLOAT32 = {
 STEPS = {
     "running_sum": lambda total, row: total + row,  # !half-carry
     "moving_average": lambda average, row: 0.99 * average + 0.01 * row,  # !half-carry
-    "moving_by_difference": lambda old, row: old + 0.01 * (row - old),  # !half-carry
     "wide_sum": lambda total, row: (total.astype(F32) + row).astype(F16),  # !half-carry
-    "masked_sum": lambda old, row: jnp.where(row > 0, old + row, old),  # !half-carry
 }
 
 
@@ -100,24 +86,8 @@ def reversed_sum(x):
     return lax.cumsum(jnp.tile(x, 99), reverse=True).astype(F16)[0]  # !half-sum
 
 
-def inner_products(x: F16):
-    h = x.reshape(8, 8)
-    return jnp.einsum("ij,ij->i", h, h)  # !half-square
-
-
-def sum_over_a_window(x: F16):
-    h = jnp.tile(x, 128)
-    zero = np.float16(0)
-    return lax.reduce_window(h, zero, lax.add, (8192,), (1,), "VALID")  # !half-sum
-
-
 def segment_sum(x: F16):
     return jax.ops.segment_sum(jnp.tile(x, 200), jnp.zeros(12800, int), 2)  # !half-sum
-
-
-def mask_added_in_float32(x):
-    bias = jnp.where(x > 0, 0.0, -1e9)
-    return jnp.sin((x + bias).astype(F16))  # !half-constant
 
 
 def mask_by_full(h: F16):
@@ -150,16 +120,6 @@ def epsilon_before_the_divisor(h: F16):
 def epsilon_in_a_root_below(h: F16):
     root = jnp.sqrt(jnp.mean(jnp.abs(h)) + 1e-8)  # !half-division
     return h / root
-
-
-def running_sum_in_a_branch(x):
-    h = lax.stop_gradient(x).astype(F16)
-
-    def body(i, total):
-        add = lambda total: total + h[0]  # noqa: E731
-        return lax.cond(i > 5, add, jnp.positive, total)  # !half-carry
-
-    return lax.fori_loop(0, 64, body, F16(0))
 
 
 def running_sum_in_while(x):

@@ -41,15 +41,17 @@ def history_of(capacity=1000, **columns):
     columns.setdefault("grads_finite", np.ones(steps, bool))
     columns.setdefault("applied", columns["grads_finite"])
     columns.setdefault("spike", columns["grads_finite"] & ~columns["applied"])
-    empty, filled = diagnostics.LossScaleHistory.create(capacity), {}
-    for name, column in columns.items():
-        filled[name] = np.array(getattr(empty, name))
-        last = np.arange(steps)[-capacity:]
-        filled[name][last % capacity] = column[last]
+    history, filled = diagnostics.LossScaleHistory.create(capacity), {}
+    for name, column in history.columns.items():
+        filled[name] = np.array(column)
+        given = columns.get(name, filled[name][:0])
+        last = np.arange(len(given))[-capacity:]
+        filled[name][last % capacity] = given[last]
     for name, first in (("loss", "first_loss"), ("grad_norm", "first_norm")):
         column = columns.get(name, np.full(1, np.nan))
-        filled[first] = column[np.argmax(np.isfinite(column))].astype(np.float32)
-    return dataclasses.replace(empty, **filled, pushed=np.int32(steps))
+        number = column[np.argmax(np.isfinite(column))].astype(np.float32)
+        history = dataclasses.replace(history, **{first: number})
+    return dataclasses.replace(history, columns=filled, pushed=np.int32(steps))
 
 
 def state(loss_scale=None, skipped=0, in_a_row=0, inner=None, guard=None, **fields):
@@ -66,10 +68,3 @@ def state(loss_scale=None, skipped=0, in_a_row=0, inner=None, guard=None, **fiel
         guard=guard,
         **jax.tree.map(jnp.asarray, numbers | fields),
     )
-
-
-def guard_of(**means):
-    """A guard that is past its warm-up, with these running means."""
-    means = {name: jnp.float32(value) for name, value in means.items()}
-    steps = dict.fromkeys(("loss_steps", "norm_steps", "accepted"), jnp.int32(9))
-    return jmp_scale.SpikeGuard(warmup=1, **means, **steps)

@@ -7,7 +7,6 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from chex import assert_trees_all_close
 from helpers import assert_bitwise_equal, sharded
 from optimizers import BAD, GOOD, PARAMS, SPECIAL, optimizer, stepper
 
@@ -21,44 +20,21 @@ def extra_args_optimizer(update):
     return optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
 
 
-def test_the_inner_optimizer_never_sees_a_nan():
+def test_an_optimizer_with_callbacks_never_sees_a_nan():
     seen = []
 
-    def look(updates, state, params, *, value, grad, value_fn, obj_fn):
-        leaves = jax.tree.leaves((updates, value, grad, obj_fn(params)))
+    def look(updates, state, params, *, value, grad):
+        leaves = jax.tree.leaves((updates, value, grad))
         jax.debug.callback(lambda *x: seen.extend(x), *leaves)
         return updates, state
 
     tx = jmp_scale.with_loss_scale(extra_args_optimizer(look), DynamicLossScale())
-    extra = {"grad": BAD, "value_fn": None, "obj_fn": lambda p: p["b"] * jnp.inf}
     for value in (1.0, jnp.nan):
-        tx.update(BAD, tx.init(PARAMS), PARAMS, value=jnp.float32(value), **extra)
+        value = jnp.float32(value)
+        tx.update(BAD, tx.init(PARAMS), PARAMS, value=value, grad=BAD)
     jax.effects_barrier()
-    assert len(seen) == 12
+    assert len(seen) == 10
     assert all(np.isfinite(x).all() for x in seen)
-
-
-@pytest.mark.parametrize("search", [optax.lbfgs(), SPECIAL["backtracking"]])
-def test_a_line_search_sees_no_nan_of_a_value_fn_that_is_nan_itself(search):
-    seen = []
-
-    def nan_fn(params):
-        return sum(jnp.sum(jnp.log(p - 10)) for p in jax.tree.leaves(params))
-
-    def watched(updates, state, params, *, value_fn, **extra):
-        leaves = jax.tree.leaves(jax.value_and_grad(value_fn)(params))
-        jax.debug.callback(lambda *x: seen.extend(x), *leaves)
-        return updates, state
-
-    inner = optax.chain(search, extra_args_optimizer(watched))
-    tx = jmp_scale.with_loss_scale(inner, DynamicLossScale())
-    extra = {"value": jnp.float32(jnp.nan), "grad": BAD, "value_fn": nan_fn}
-    update = jax.jit(lambda g, s: tx.update(g, s, PARAMS, **extra))
-    _, state = update(BAD, tx.init(PARAMS))
-    jax.effects_barrier()
-    assert len(seen) == 3
-    assert all((np.asarray(x) == 0).all() for x in seen)
-    assert state.skipped == 1
 
 
 def test_extra_arguments_reach_the_inner_optimizer_gradients_in_float32():
@@ -160,128 +136,40 @@ def test_an_overflow_in_a_gradient_function_of_the_optimizer_is_skipped():
     assert (new_params < params).all()
 
 
-@pytest.mark.parametrize("inner", [SAM, optax.chain(optax.clip(1.0), SAM)])
-def test_a_value_does_not_break_an_optimizer_that_does_not_know_it(inner):
-    tx = jmp_scale.with_loss_scale(inner, DynamicLossScale())
+def test_a_value_does_not_break_an_optimizer_that_does_not_know_it():
+    tx = jmp_scale.with_loss_scale(SAM, DynamicLossScale())
     state = tx.init(PARAMS)
     updates, _ = tx.update(GOOD, state, PARAMS, value=jnp.float32(1))
     assert_bitwise_equal(updates, tx.update(GOOD, state, PARAMS)[0])
 
 
-def test_a_chain_that_both_refuses_and_needs_the_loss_has_the_error_of_optax():
-    plateau = optax.contrib.reduce_on_plateau(patience=1)
-    tx = jmp_scale.with_loss_scale(optax.chain(SAM, plateau))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'value'"):
-        tx.update(GOOD, tx.init(PARAMS), PARAMS, value=jnp.float32(1))
+def test_a_loss_beside_the_value_reaches_an_optimizer_that_takes_it_by_that_name():
+    def by_loss(updates, state, params=None, *, loss):
+        return updates * loss, state
 
-    cured = optax.chain(optax.GradientTransformation(SAM.init, SAM.update), plateau)
-    tx = jmp_scale.with_loss_scale(cured)
-    updates, _ = tx.update(GOOD, tx.init(PARAMS), PARAMS, value=jnp.float32(1))
-    expected, _ = cured.update(GOOD, cured.init(PARAMS), PARAMS, value=jnp.float32(1))
-    assert_trees_all_close(updates, expected, rtol=1e-6)
+    tx = jmp_scale.with_loss_scale(extra_args_optimizer(by_loss))
+    ones = jnp.ones(2)
+    updates, _ = tx.update(ones, tx.init(ones), ones, value=3.0, loss=3.0)
+    assert updates.tolist() == [3, 3]
 
 
-@pytest.mark.parametrize("message", ["unsupported", "h() got an unexpected keyword"])
-def test_a_type_error_of_the_optimizer_comes_out_after_one_run(message):
+def test_a_type_error_of_the_optimizer_comes_out_after_one_run():
     runs = []
 
     def update(updates, state, params=None, *, value=None, **extra):
         runs.append(value)
-        raise TypeError(message)
+        raise TypeError("h() got an unexpected keyword")
 
     tx = jmp_scale.with_loss_scale(extra_args_optimizer(update))
-    with pytest.raises(TypeError) as error:
+    with pytest.raises(TypeError, match=r"^h\(\) got an unexpected keyword$"):
         tx.update(GOOD, tx.init(PARAMS), PARAMS, value=1.0)
-    assert (str(error.value), runs) == (message, [1.0])
-
-
-def by_loss(updates, state, params=None, *, loss):
-    return jax.tree.map(lambda u: u * loss, updates), state
-
-
-def by_any_loss(updates, state, params=None, **extra):
-    return jax.tree.map(lambda u: u * extra["loss"], updates), state
-
-
-TAKES_LOSS = {
-    "plain": extra_args_optimizer(by_loss),
-    "any": extra_args_optimizer(by_any_loss),
-    "chain": optax.chain(extra_args_optimizer(by_loss), optax.scale(1.0)),
-    "named_chain": optax.named_chain(("a", extra_args_optimizer(by_any_loss))),
-    "masked": optax.masked(extra_args_optimizer(by_loss), True),
-}
-
-
-@pytest.mark.parametrize("name", TAKES_LOSS)
-def test_a_loss_reaches_an_optimizer_that_takes_it_by_that_name(name):
-    tx = jmp_scale.with_loss_scale(TAKES_LOSS[name])
-    params = jnp.ones(2)
-    updates, _ = tx.update(params, tx.init(params), params, loss=3.0)
-    assert updates.tolist() == [3, 3]
+    assert runs == [1.0]
 
 
 PLAIN, ADAM = optax.with_extra_args_support(optax.sgd(0.1)), optax.adam(0.1)
-LEAF, KERNEL = {"conv": PARAMS["w"]}, {"conv": {"kernel": PARAMS["w"]}}
-DIFFERENT = [
-    ({"w": 0.0}, PARAMS),
-    (LEAF, KERNEL),
-    (PARAMS["w"], KERNEL),
-    (KERNEL, LEAF),
-]
-VALUES = [jnp.ones(2), (jnp.float32(1.0), {"aux": 2.0}), {}, "x", [jnp.float32(1.0)]]
 
 
-def beside_a_helper():
-    """A wrapper that also holds a function which extra arguments do not reach."""
-    inner, helper = PLAIN, lambda w, x, key, *, loss: loss
-
-    def update(updates, state, params=None, **extra):
-        helper(params, updates, None, loss=0.0)
-        return inner.update(updates, state, params, **extra)
-
-    return optax.GradientTransformationExtraArgs(inner.init, update)
-
-
-TAKE_NO_LOSS = [ADAM, optax.chain(optax.clip(1.0), SAM), PLAIN, beside_a_helper()]
-TAKE_NO_LOSS += [optax.contrib.reduce_on_plateau()]
-MISTAKES = [
-    *(({"value": v}, ValueError, "value to be the scalar.* alone") for v in VALUES),
-    *(
-        ({"loss": 1.0, "inner": inner}, TypeError, "loss as value=, got loss=")
-        for inner in TAKE_NO_LOSS
-    ),
-    *(
-        ({"params": params, "grads": grads}, ValueError, "of the structure of the par")
-        for grads, params in DIFFERENT
-    ),
-]
-
-
-@pytest.mark.parametrize(("given", "error", "message"), MISTAKES)
-def test_a_wrong_call_of_update_is_an_error_that_says_what_was_expected(
-    given, error, message
-):
-    given = {"inner": ADAM, "params": PARAMS, "grads": GOOD} | given
-    inner, params, grads = (given.pop(k) for k in ("inner", "params", "grads"))
-    tx = jmp_scale.with_loss_scale(inner)
-    with pytest.raises(error, match=f"^with_loss_scale: expected .*{message}"):
-        tx.update(grads, tx.init(params), params, **given)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (lambda s: (s, GOOD), r"update\(LossScaleState, dict, NoneType\)"),
-        (lambda s: (PARAMS, GOOD, s), r"\(dict, dict, LossScaleState\)"),
-        (lambda s: (GOOD, s.inner_state, PARAMS), "checkpoints.restore"),
-        (lambda s: (GOOD, s, PARAMS, 1.0), r"State, dict, float\)"),
-    ],
-)
-def test_arguments_of_update_in_a_wrong_place_are_a_type_error(arguments, message):
-    tx = jmp_scale.with_loss_scale(ADAM)
-    expected = r"with_loss_scale: expected update\(grads, state, params, value=loss\)"
-    with pytest.raises(TypeError, match=f"{expected}, got .*{message}"):
-        tx.update(*arguments(tx.init(PARAMS)))
+ADAM = optax.adam(0.1)
 
 
 @pytest.mark.parametrize("nothing", [None, optax.MaskedNode()])
@@ -317,21 +205,13 @@ def test_a_loss_scale_within_another_is_refused_at_any_depth(nest):
         tx.init(PARAMS)
 
 
-@pytest.mark.parametrize(
-    ("new", "message"),
-    [
-        ({"n": jnp.float32(0)}, r"leaf \['n'\] is int32\[\] after init and float32"),
-        ({"n": jnp.zeros(3, int)}, r"is int32\[\] after init and int32\[3\]"),
-        ({"m": jnp.int32(0)}, "keep the structure of its state"),
-    ],
-)
-def test_a_state_whose_types_or_structure_the_optimizer_changes_is_an_error(
-    new, message
-):
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("new", [{"n": jnp.float32(0)}, {"m": jnp.int32(0)}], ids=str)
+def test_a_state_whose_types_or_structure_the_optimizer_changes_is_an_error(new, wrap):
     start = {"kept": jnp.int32(0), "n": jnp.int32(0)}
     tx = jmp_scale.with_loss_scale(optimizer(start, lambda g, s: (g, s | new)))
-    with pytest.raises(ValueError, match=message):
-        tx.update(GOOD, tx.init(PARAMS), PARAMS)
+    with pytest.raises((TypeError, ValueError), match=r"structure|dtype"):
+        wrap(tx.update)(GOOD, tx.init(PARAMS), PARAMS)
 
 
 def test_numbers_in_the_state_of_an_optimizer_become_strongly_typed_arrays():
@@ -363,9 +243,9 @@ def test_an_optimizer_may_start_with_numpy_arrays_of_64_bits():
     np.testing.assert_array_equal(state.inner_state["m"], np.full(3, 0.25))
 
 
-@pytest.mark.parametrize("guard", [None, SpikeGuard()])
-def test_no_tracer_leaks_from_a_step_or_its_derivative(guard):
-    tx = jmp_scale.with_loss_scale(optax.adamw(0.1), DynamicLossScale(), guard=guard)
+def test_no_tracer_leaks_from_a_step_or_its_derivative():
+    guard = SpikeGuard()
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), DynamicLossScale(), guard=guard)
 
     def loss_fn(params):
         return sum(jnp.sum(p**2) for p in jax.tree.leaves(params))
@@ -405,16 +285,3 @@ def test_a_state_keeps_its_sharding_on_explicit_and_auto_axes():
             _, state = update(params * factor, state, params)
             assert jax.tree.map(jax.typeof, state) == types
         assert state.skipped == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"loss_scale": 8.0}, "a loss scale, got 8.0"),
-        ({"inner": functools.partial(optax.sgd, 0.1)}, "an optax.GradientTransform"),
-        ({"inner": DynamicLossScale()}, "pass the optimizer first"),
-    ],
-)
-def test_an_argument_of_another_type_is_named(arguments, message):
-    with pytest.raises(TypeError, match=f"with_loss_scale: expected .*{message}"):
-        jmp_scale.with_loss_scale(**{"inner": optax.sgd(0.1)} | arguments)

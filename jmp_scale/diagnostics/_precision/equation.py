@@ -1,9 +1,8 @@
 """A `Finding` about a line, a `Equation` of the program, and a `Fact` about a value."""
 
 import dataclasses
-import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from jax.extend.core import JaxprEqn, Var
@@ -30,7 +29,7 @@ class Finding(NamedTuple):
       message: the problem and a remedy; within a library, its file and line too.
       file: path of the user's source file, or None if it is unknown.
       line: line in that file, from 1, or None.
-      primitive: JAX's name of the operation; "" for `half-parameters`.
+      primitive: JAX's name of the operation; "" for a whole program.
       dtype: the dtype in question.
       shape: shape of the array in question.
       backward: whether the problem occurs in the backward pass only.
@@ -57,29 +56,18 @@ def location(line: SourceLine) -> str:
     return f"{line[0]}:{line[1]}" if line[0] else "<unknown line>"
 
 
-class Form(enum.IntEnum):
-    """How a value in an iteration depends on a carry of the loop, if it does."""
-
-    SAME = 1  # the carry, moved, cast or times a number
-    SUM = 2  # the same, plus a value that does not depend on the carry
-    OTHER = 3
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fact:
     """Knowledge about the elements of an array."""
 
     low: float = -INF  # no element is smaller
     high: float = INF  # no element is larger
-    integral: bool = False  # whether every element is an integer
     extreme: float = 0.0  # a constant that some are equal to, which float16 loses
     # Result if the other operand is 0: eps for x + eps; None without a constant.
     epsilon: float | None = None
     summed: float = 0.0  # number of float32 elements summed
-    squared: bool = False  # squares, or sums of squares, in float32
     maker: "Equation | None" = None  # it computed their array, inside of calls
-    parameters: bool = False  # whether it is computed from parameters and constants
-    forms: Mapping[Var, Form] = dataclasses.field(default_factory=dict)  # by carry
+    carries: frozenset[Var] = frozenset()  # of the loops around, that it depends on
 
     @property
     def magnitude(self) -> float:

@@ -8,16 +8,14 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal
 
-from ... import _jaxpr
 from ..._jaxpr import SAME_ENTRIES, Atom, constant, dtype_name, shape, size, words
 from ..._types import Function
-from .equation import INF, Fact, Form, is_integer, is_wide
+from .equation import INF, Fact, is_integer, is_wide
 
 _MOST_OF_A_MASK = 8
 _NUMBERS = ("float", "bfloat", "int", "uint")
-_SLICE_GRADIENTS = words("dynamic_update_slice pad scatter scatter-add")
 
 
 def rounded(value: Any, dtype: str) -> Any:
@@ -33,13 +31,13 @@ def is_lost(value: float, dtype: str = "float16") -> bool:
 
 
 def of_dtype(dtype: str) -> Fact:
-    """Returns the fact of a dtype: small integer types and booleans have bounds."""
+    """Returns the fact of a dtype: integer types and booleans have bounds."""
     if dtype == "bool":
-        return Fact(0.0, 1.0, integral=True)
-    if dtype.endswith(("int8", "int16")):
+        return Fact(0.0, 1.0)
+    if is_integer(dtype):
         limits = jnp.iinfo(dtype)
-        return Fact(float(limits.min), float(limits.max), integral=True)
-    return Fact(integral=is_integer(dtype))
+        return Fact(float(limits.min), float(limits.max))
+    return Fact()
 
 
 def of_constant(value: object, dtype: str) -> Fact:
@@ -49,14 +47,10 @@ def of_constant(value: object, dtype: str) -> Fact:
     if array is None or array.size == 0 or np.isnan(array).any():
         return of_dtype(dtype)
     low, high = float(array.min()), float(array.max())
-    # A float32 mask of 0 and -10,000 has integers, but they are not counts.
     values = np.unique(array)
     has_few = values.size <= _MOST_OF_A_MASK
-    integral = bool(np.all(array == np.floor(array))) and not (has_few and low < high)
-    # The least of many values may become 0, as at the ends of a window.
-    ends = [value for value in (low, high) if abs(value) > 1]
-    extreme = next(filter(is_lost, values.tolist() if has_few else ends), 0.0)
-    return Fact(low, high, is_integer(dtype) or integral, extreme)
+    extreme = next(filter(is_lost, values.tolist() if has_few else ()), 0.0)
+    return Fact(low, high, extreme)
 
 
 def of_atom(atom: Atom) -> Fact:
@@ -69,38 +63,23 @@ def of_atom(atom: Atom) -> Fact:
 
 def join(a: Fact, b: Fact) -> Fact:
     """Returns the fact of an array whose elements are taken from either of two."""
-    carries = {*a.forms, *b.forms}
-    is_mask = a.single is not None and b.single is not None
     return replace(
         a,
         low=min(a.low, b.low),
         high=max(a.high, b.high),
-        integral=a.integral and b.integral and not is_mask,
         extreme=a.extreme or b.extreme,
         epsilon=None,
         summed=max(a.summed, b.summed),
-        squared=a.squared or b.squared,
         maker=None,
-        forms={v: max(x.forms[v] for x in (a, b) if v in x.forms) for v in carries},
     )
 
 
 def transfer(eqn: JaxprEqn, facts: Sequence[Fact]) -> list[Fact]:
     """Returns the facts of the outputs of an equation without nested jaxprs."""
-    outs = opaque(eqn, facts)
-    if len(outs) == 1:
-        rule = _RULES.get(eqn.primitive.name)
-        fact = outs[0] if rule is None else rule(eqn, *facts)
-        parameters = any(f.parameters for f in facts)
-        parameters &= all(f.parameters or f.single is not None for f in facts)
-        outs = [replace(fact, parameters=parameters, forms=_forms(eqn, facts))]
-    return outs
-
-
-def opaque(eqn: JaxprEqn, facts: Iterable[Fact]) -> list[Fact]:
-    """Returns the facts of the outputs of an equation that cannot be read."""
-    forms = opaque_forms(facts)
-    return [replace(of_atom(v), forms=forms) for v in eqn.outvars]
+    rule = _RULES.get(eqn.primitive.name)
+    if rule is None or len(eqn.outvars) != 1:
+        return [of_atom(v) for v in eqn.outvars]
+    return [rule(eqn, *facts)]
 
 
 # Bounds, extremes, epsilons and sums.
@@ -114,35 +93,27 @@ def _computed(fun: Function, eqn: JaxprEqn, *facts: Fact) -> Fact:
     is_unbounded = name == "div" and facts[1].low < 0 <= facts[1].high
     if is_unbounded or ends.size == 0:
         return of_dtype(dtype)
-    fact = Fact(float(ends[0]), float(ends[-1]), is_integer(dtype))
+    fact = Fact(float(ends[0]), float(ends[-1]))
     arrays = [f for f in facts if f.single is None]
-    if is_wide(dtype) and name not in _FRACTIONS:
-        # A mask times a number has integers, but they are not counts.
-        counts = fact.magnitude <= 1 or any(f.magnitude > 1 for f in arrays)
-        fact = replace(fact, integral=counts and all(f.integral for f in facts))
     if not arrays:
         return replace(fact, extreme=fact.low if is_lost(fact.low) else 0.0)
     if len(arrays) > 1 or is_integer(dtype):
-        # A mask of -1e9 stays far out of half precision's range whatever is added.
-        far = max((f.extreme for f in arrays if name == "add"), key=abs, default=0.0)
-        return replace(fact, extreme=far if abs(far) > 1 else 0.0)
+        return fact
     (x,) = arrays
 
     def result(number: float) -> float:
         found = results([number] if f is x else [f.low] for f in facts)
         return float(found[0]) if found.size else INF
 
-    of_mask = x.integral and x.magnitude <= 1
-    extremes = ends.tolist() if of_mask else [result(x.extreme)] if x.extreme else []
+    extreme = result(x.extreme) if x.extreme else 0.0
     number = eqn.invars[-1] if x is facts[0] else eqn.invars[0]
     keeps = name in ("add", "max") and shape(number) == ()
     epsilon = 0.0 if keeps and x.epsilon is None else x.epsilon
     return replace(
         fact,
-        extreme=next(filter(is_lost, extremes), 0.0),
+        extreme=extreme if is_lost(extreme) else 0.0,
         epsilon=None if epsilon is None else result(epsilon),
         summed=abs(result(x.summed)) if x.summed and is_wide(dtype) else 0.0,
-        squared=x.squared and is_wide(dtype) and name != "sqrt",
     )
 
 
@@ -172,8 +143,7 @@ def _mul(eqn: JaxprEqn, x: Fact, y: Fact) -> Fact:
 def _power(eqn: JaxprEqn, x: Fact, exponent: int) -> Fact:
     if exponent < 2:  # no rule needs bounds of 1/x and x^0
         return Fact()
-    fact = _computed(lambda x: x**exponent, eqn, x)
-    return replace(fact, summed=0.0, squared=is_wide(dtype_name(eqn.outvars[0])))
+    return replace(_computed(lambda x: x**exponent, eqn, x), summed=0.0)
 
 
 def _sqrt(eqn: JaxprEqn, x: Fact) -> Fact:
@@ -191,22 +161,16 @@ def _joined(eqn: JaxprEqn, *facts: Fact) -> Fact:
     """Returns the fact of elements that are taken from operands, except indices."""
     dtype = dtype_name(eqn.outvars[0])
     pairs = zip(eqn.invars, facts, strict=True)
-    fact = functools.reduce(join, [f for v, f in pairs if dtype_name(v) == dtype])
-    return replace(fact, integral=is_integer(dtype))
+    return functools.reduce(join, [f for v, f in pairs if dtype_name(v) == dtype])
 
 
 def _sum(eqn: JaxprEqn, x: Fact) -> Fact:
     count = max(entries_added(eqn), 1)
     wide = is_wide(dtype_name(eqn.outvars[0]))
     summed = max(x.summed, 1.0) * count if wide else 0.0
-    return Fact(x.low * count, x.high * count, summed=summed, squared=x.squared)
+    return Fact(x.low * count, x.high * count, summed=summed)
 
 
-def _up_to(count: int) -> Fact:
-    return Fact(0.0, float(max(count - 1, 0)), integral=True)
-
-
-_FRACTIONS = words("div sqrt tanh")
 _FUNCTIONS: dict[str, Function] = {
     "abs": np.abs,
     "add": np.add,
@@ -230,11 +194,9 @@ _RULES: dict[str, Callable[..., Fact]] = {
     **dict.fromkeys(SAME_ENTRIES | _CHOICES, _moved),
     **{name: functools.partial(_computed, fun) for name, fun in _FUNCTIONS.items()},
     **dict.fromkeys(_JOINS, _joined),
-    **dict.fromkeys(["argmax", "argmin"], lambda eqn, x: _up_to(_ratio(eqn))),
     **dict.fromkeys(["erf", "sign", "sin", "cos"], lambda eqn, x: Fact(-1.0, 1.0)),
     "cumsum": lambda eqn, x: join(_sum(eqn, x), x),
     "integer_pow": lambda eqn, x: _power(eqn, x, eqn.params["y"]),
-    "iota": lambda eqn: _up_to(shape(eqn.outvars[0])[eqn.params["dimension"]]),
     "logistic": lambda eqn, x: Fact(0.0, 1.0),
     "mul": _mul,
     "reduce_sum": _sum,
@@ -248,66 +210,9 @@ def entries_added(eqn: JaxprEqn) -> int:
     match eqn.primitive.name:
         case "cumsum":
             return shape(eqn.invars[0])[eqn.params["axis"]]
-        case "reduce_window_sum":
-            return math.prod(eqn.params["window_dimensions"])
         case "reduce_sum":
-            return _ratio(eqn)
+            return size(eqn.invars[0]) // max(size(eqn.outvars[0]), 1)
         case "scatter-add":
             # Some element receives at least this many updates.
             return size(eqn.invars[2]) // max(size(eqn.invars[0]), 1)
-        case "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            return math.prod(shape(eqn.invars[0])[axis] for axis in contracted)
     return 0
-
-
-def _ratio(eqn: JaxprEqn) -> int:
-    """Returns how many elements of the first operand are one of the result."""
-    return size(eqn.invars[0]) // max(size(eqn.outvars[0]), 1)
-
-
-def is_inner_product(eqn: JaxprEqn) -> bool:
-    """Whether a product multiplies vectors, for each index of the batch."""
-    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
-    return len(contracted) + len(batch) == len(shape(eqn.invars[0]))
-
-
-# How a value depends on the carries of the loops around it.
-
-
-def opaque_forms(facts: Iterable[Fact]) -> dict[Var, Form]:
-    return {carry: Form.OTHER for fact in facts for carry in fact.forms}
-
-
-def _forms(eqn: JaxprEqn, facts: Sequence[Fact]) -> dict[Var, Form]:
-    carries = {carry for fact in facts for carry in fact.forms}
-    return {carry: _form(eqn, facts, carry) for carry in carries}
-
-
-def _form(eqn: JaxprEqn, facts: Sequence[Fact], carry: Var) -> Form:
-    ins = [fact.forms.get(carry, 0) for fact in facts]
-    if Form.OTHER in ins:
-        return Form.OTHER
-    match eqn.primitive.name:
-        case name if name in SAME_ENTRIES or name == "neg":
-            return Form(ins[0]) if not any(ins[1:]) else Form.OTHER
-        case "add" | "sub" | "add_any":
-            slices = [f.maker and f.maker.name in _SLICE_GRADIENTS for f in facts]
-            if any(slices):  # to other elements each time, such as those of `x[i]`
-                return Form.OTHER
-            return Form(max(ins)) if all(ins) else Form.SUM
-        case "mul" if not all(ins) and _is_number(eqn.invars[0 if ins[1] else 1], eqn):
-            return Form(max(ins))
-        case "div" if not ins[1] and _is_number(eqn.invars[1], eqn):
-            return Form(ins[0])
-        case "select_n" if not ins[0]:
-            return Form(max(ins))
-        case "scatter-add" if not any(ins[1:]):
-            return Form.SUM
-    return Form.OTHER
-
-
-def _is_number(factor: Atom, eqn: JaxprEqn) -> bool:
-    # A decay rate is one number, whereas a gate has the size of the state.
-    is_scalar = size(factor) == 1 and size(eqn.outvars[0]) > 1
-    return is_scalar or _jaxpr.is_literal(factor)

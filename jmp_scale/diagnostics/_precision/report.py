@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -10,7 +10,6 @@ import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr
 
-from ..._autocast.products import is_partly_half
 from ..._policy import is_half
 from ..._state import find_half_storage
 from ..._tree import is_array, split_arrays
@@ -31,8 +30,8 @@ class PrecisionReport(NamedTuple):
     """The result of `precision_report`, in Python values.
 
     Attributes:
-      findings: one for each line and rule, in the order of the program.
-      operations: all operations by dtype, most matrix work first.
+      findings: one for each line and rule, in the order of the lines.
+      operations: matrix products and convolutions by dtype, most work first.
       half_share: share of the FLOPs of matrix products and convolutions, forward and
         backward, whose operands are half precision, from 0 to 1; 0 if there are none.
       not_looked_into: (primitive, "file:line") of opaque operations, which are not
@@ -103,25 +102,22 @@ def precision_report(
         differentiated, pair = _trace(transform(checked_fun, **keywords), args)
     loss = output[0] if has_aux else output
     gradients = pair[1] if isinstance(pair, tuple) and len(pair) == 2 else None
-    forward = Walk(zero).through(program, caller, _parameters(args, argnums))
+    forward = Walk(zero).through(program, caller)
     backward = Walk(zero, differentiated=True).through(differentiated, caller)
-    equations = [equation for equation in backward.equations if equation.times]
-    operations = work.operations(equations)
+    operations = work.operations(backward.products)
     keeps_digits = find_half_storage((args, opt_state))
     found = [
         *(() if keeps_digits else _half_parameters(gradients, fun, caller)),
         *_overflowing_constants(forward, infinite),
         *forward.found,
-        *_half_loss(forward, loss, fun, caller),
-        *_products_of_parameters(forward),
-        # A derivative rule often repeats its function, and so its findings.
-        *(f for f in backward.found if f.rule not in forward.ruled[f.file, f.line]),
+        *_half_loss(loss, fun, caller),
+        *backward.found,
         # autocast left products in float32 on purpose, so the user need not cast them.
-        *(() if forward.autocasts else work.full_matmuls(equations)),
+        *(() if forward.autocasts else work.full_matmuls(backward.products)),
     ]
     unread = [(name, location(place[:2])) for name, place in forward.unread]
     return PrecisionReport(
-        tuple(_in_order(found, forward)),
+        tuple(_by_line(found)),
         operations,
         work.half_share(operations),
         tuple(dict.fromkeys(unread)),
@@ -137,14 +133,6 @@ def _trace(fun: Function, args: tuple[PyTree, ...]) -> tuple[ClosedJaxpr, PyTree
         return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, out)
 
     return jax.make_jaxpr(on_arrays, return_shape=True)(*arrays)
-
-
-def _parameters(args: tuple[PyTree, ...], argnums: int | Sequence[int]) -> range:
-    """Returns positions in the trace of the first differentiated argument's arrays."""
-    numbers = jax.tree.leaves(argnums)
-    first = numbers[0] % len(args) if isinstance(numbers[0], int) else 0
-    start, end = (len(split_arrays(args[:n])[0]) for n in (first, first + 1))
-    return range(start, end)
 
 
 @contextlib.contextmanager
@@ -169,9 +157,8 @@ def _noting_lost_constants() -> Iterator[tuple[set[SourceLine], set[SourceLine]]
 def _table(report: PrecisionReport) -> list[str]:
     rows: list[tuple[str, ...]] = [("operation", "operands", "runs", "share")]
     for row in report.operations:
-        if row.flops:
-            cells = str(row.executions), f"{100 * row.share:.1f} %"
-            rows.append((row.primitive, row.dtype, *cells))
+        cells = str(row.executions), f"{100 * row.share:.1f} %"
+        rows.append((row.primitive, row.dtype, *cells))
     if not rows[1:]:
         return ["No matrix products or convolutions."]
     share = f"{100 * report.half_share:.1f} %"
@@ -203,9 +190,7 @@ def _half_parameters(
     yield finding_at(place, "half-parameters", "error", message, dtype)
 
 
-def _half_loss(
-    forward: Walk, loss: PyTree, fun: Function, caller: Place
-) -> Iterator[Finding]:
+def _half_loss(loss: PyTree, fun: Function, caller: Place) -> Iterator[Finding]:
     """Finds a loss in half precision."""
     dtype = str(getattr(loss, "dtype", ""))  # Python numbers have no dtype
     if not is_half(dtype):
@@ -215,10 +200,8 @@ def _half_loss(
         f"the loss leaves the function in {dtype}, where it {keeps}; cast to float32 "
         "before the last mean"
     )
-    equation = forward.outs[0].maker
-    place = place_of_function(fun, caller, equation and equation.eqn)
-    name = equation.name if equation else ""
-    yield finding_at(place, "half-loss", "warning", message, dtype, name)
+    place = place_of_function(fun, caller)
+    yield finding_at(place, "half-loss", "warning", message, dtype)
 
 
 def _overflowing_constants(forward: Walk, lines: set[SourceLine]) -> Iterator[Finding]:
@@ -233,43 +216,11 @@ def _overflowing_constants(forward: Walk, lines: set[SourceLine]) -> Iterator[Fi
             yield finding_at(Place(*line), "half-constant", "error", message, dtype)
 
 
-def _products_of_parameters(forward: Walk) -> Iterator[Finding]:
-    """Finds half-precision products of parameters alone, such as those of LoRA."""
-    for equation in forward.equations if forward.autocasts else ():
-        if not is_partly_half(equation.eqn) or not all(
-            f.parameters for f in equation.ins[:2]
-        ):
-            continue
-        overflow = ", where they can overflow" if equation.source == "float16" else ""
-        origin = ""
-        cure = (
-            "multiply the activations by one parameter after the other, x @ a @ b for "
-            "x @ (a @ b), or keep the product in float32 (keep_float32)"
-        )
-        if equation.backward:
-            origin = " in the backward pass of an inner jax.grad"
-            cure = "keep the product of this line in float32 (keep_float32)"
-        message = (
-            f"a product of parameters alone{origin}: their gradients pass through "
-            f"{equation.source}{overflow}; {cure}"
-        )
-        yield equation.finding("half-parameters", "warning", message)
-
-
-def _in_order(found: list[Finding], forward: Walk) -> list[Finding]:
-    """Merges findings of a line and rule, and sorts by order in the forward pass."""
-    groups: dict[Hashable, list[Finding]] = {}
+def _by_line(found: list[Finding]) -> Iterator[Finding]:
+    """Yields the worst finding of each line and rule, in the order of the lines."""
+    groups: dict[tuple[str, int, str], list[Finding]] = {}
     for f in found:
-        groups.setdefault((f.file, f.line, f.rule), []).append(f)
-    merged = []
-    for group in groups.values():
+        groups.setdefault((f.file or "", f.line or 0, f.rule), []).append(f)
+    for _, group in sorted(groups.items()):
         worst = max(group, key=lambda f: SEVERITIES.index(f.severity))
-        merged.append(worst._replace(backward=all(f.backward for f in group)))
-    lines: dict[Hashable, int] = {}
-    for equation in forward.equations if merged else ():
-        lines.setdefault(equation.line, len(lines))
-
-    def position(f: Finding) -> int:
-        return lines.get((f.file, f.line), len(lines) if f.backward else -1)
-
-    return sorted(merged, key=position)
+        yield worst._replace(backward=all(f.backward for f in group))

@@ -4,9 +4,8 @@ Facts are passed into nested jaxprs with their arguments. Facts about a loop's c
 are those that hold in every iteration.
 """
 
-import collections
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +16,8 @@ from ..._autocast.marks import CAST
 from ..._jaxpr import Atom, Loop, Program, dtype_name, fits, is_literal, open_jaxpr
 from ..._policy import is_half
 from .._source import Place, place_of
-from .equation import Equation, Fact, Finding, Form, SourceLine
-from .facts import join, of_atom, of_constant, opaque, opaque_forms, transfer
+from .equation import Equation, Fact, Finding, SourceLine
+from .facts import join, of_atom, of_constant, transfer
 from .rules import faults, half_carry
 
 # These primitives have a jaxpr of scalars that combines two elements.
@@ -34,27 +33,18 @@ class Walk:
 
     def __init__(self, lost: set[SourceLine], differentiated: bool = False):
         self.found: list[Finding] = []
-        self.equations: list[Equation] = []  # of equations without nested jaxprs
+        self.products: list[Equation] = []  # matrix products and convolutions
         self.unread: list[tuple[str, Place]] = []  # opaque operations
-        # Rules broken in functions with custom derivatives, by the line of the call.
-        self.ruled: dict[SourceLine, set[str]] = collections.defaultdict(set)
         self.infinite: set[str] = set()  # half dtypes of constants that are infinite
         self.autocasts = False  # whether `autocast` casts products
         self._lost = lost
         self._differentiated = differentiated
-        self.outs: list[Fact] = []  # of the program
 
-    def through(
-        self, program: ClosedJaxpr, caller: Place, parameters: Collection[int] = ()
-    ) -> "Walk":
-        """Walks through a program; `parameters` are positions of its inputs."""
-        inner, _ = open_jaxpr(program)
-        facts = [
-            replace(of_atom(v), parameters=i in parameters)
-            for i, v in enumerate(inner.invars)
-        ]
+    def through(self, program: ClosedJaxpr, caller: Place) -> "Walk":
+        """Walks through a program."""
+        facts = [of_atom(v) for v in open_jaxpr(program)[0].invars]
         no_equation: Any = None  # contains a whole program
-        self.outs = self._run(program, facts, Equation(no_equation, lambda: caller))
+        self._run(program, facts, Equation(no_equation, lambda: caller))
         return self
 
     def _run(
@@ -75,8 +65,11 @@ class Walk:
             return of_atom(atom) if isinstance(atom, Literal) else by_variable[atom]
 
         for eqn in inner.eqns:
-            outs = self._pass(eqn, [fact_of(atom) for atom in eqn.invars], outer)
-            by_variable.update(zip(eqn.outvars, outs, strict=True))
+            ins = [fact_of(atom) for atom in eqn.invars]
+            carries = frozenset[Var]().union(*(fact.carries for fact in ins))
+            outs = self._pass(eqn, ins, outer)
+            for variable, out in zip(eqn.outvars, outs, strict=True):
+                by_variable[variable] = replace(out, carries=carries)
         return [fact_of(atom) for atom in inner.outvars]
 
     def _pass(self, eqn: JaxprEqn, ins: list[Fact], outer: Equation) -> list[Fact]:
@@ -96,20 +89,16 @@ class Walk:
         return self._operation(equation)
 
     def _leave_unread(self, equation: Equation) -> None:
-        # The callback of Equinox's `error_if` computes nothing.
-        computes = "debug" not in equation.name and not self._differentiated
-        if computes and not any("error_if" in call for call in equation.place().calls):
+        if "debug" not in equation.name and not self._differentiated:
             self.unread.append((equation.name, equation.place()))
 
     def _operation(self, equation: Equation) -> list[Fact]:
         facts = transfer(equation.eqn, equation.ins)
         outs = [replace(fact, maker=equation) for fact in facts]
-        self.equations.append(equation)
+        if equation.name in _jaxpr.PRODUCTS:
+            self.products.append(equation)
         if not outs or (self._differentiated and not equation.backward):
             return outs
-        if equation.backward and equation.name == "cumsum":
-            # Its sums are gradients, which are not larger than others.
-            outs = [replace(outs[0], summed=equation.ins[0].summed)]
         # The place is found last, because finding it for all would take minutes.
         starts = outs[0].epsilon == 0 and all(f.epsilon is None for f in equation.ins)
         firsts = equation.ins if equation.name == "max" else equation.ins[:1]
@@ -121,40 +110,25 @@ class Walk:
         return outs
 
     def _nested(self, equation: Equation, bodies: list[Program]) -> list[Fact]:
-        eqn, ins, before = equation.eqn, equation.ins, len(self.found)
+        eqn, ins = equation.eqn, equation.ins
         # Shapes in a shard_map are those of one device, but all devices compute.
         equation = equation._replace(times=equation.times * _jaxpr.mesh_size(eqn))
         outputs = len(eqn.outvars)
         if equation.name == "cond" and all(
             fits(b, len(ins) - 1, outputs) for b in bodies
         ):
-            results = []
-            for body in bodies:
-                results.append(self._run(body, ins[1:], equation))
-                if eqn.params.get("branches_platforms"):
-                    # Only one branch runs on a machine; count the work of the first.
-                    equation = equation._replace(times=0)
-            outs = [
-                functools.reduce(join, cases) for cases in zip(*results, strict=True)
-            ]
-            chosen = opaque_forms(ins[:1])
-            return [
-                replace(out, maker=equation, forms={**out.forms, **chosen})
-                for out in outs
-            ]
+            results = [self._run(body, ins[1:], equation) for body in bodies]
+            return [functools.reduce(join, each) for each in zip(*results, strict=True)]
         is_call = equation.name not in ("cond", "scan", "while")
         if is_call and len(bodies) == 1 and fits(bodies[0], len(ins), outputs):
-            outs = self._run(bodies[0], ins, equation)
-            if equation.name.startswith(("custom_jvp", "custom_vjp")):
-                self.ruled[equation.line] |= {f.rule for f in self.found[before:]}
             self.autocasts |= _jaxpr.name_of_call(eqn) == CAST
-            return outs
+            return self._run(bodies[0], ins, equation)
         for body in bodies:
             inner, _ = open_jaxpr(body)
             self._run(body, [of_atom(v) for v in inner.invars], equation)
         if not is_call or equation.name not in _jaxpr.known_primitives():
             self._leave_unread(equation)
-        return opaque(equation.eqn, equation.ins)
+        return [of_atom(v) for v in eqn.outvars]
 
     def _loop(self, equation: Equation, loop: Loop) -> list[Fact]:
         # Facts of slices, or of stacked arrays, have another array.
@@ -162,18 +136,12 @@ class Walk:
         consts = ins[loop.offset :][: loop.consts]
         rest = ins[loop.offset + loop.consts :]
         # Facts about the first carry (a zero) do not hold in other iterations.
-        carry = []
-        for variable in loop.carries:
-            carry.append(replace(of_atom(variable), forms={variable: Form.SAME}))
+        carry = [replace(of_atom(v), carries=frozenset([v])) for v in loop.carries]
         inside = equation._replace(times=equation.times * (loop.trips or 1))
         outs = self._run(loop.body, [*consts, *carry, *rest[loop.carry :]], inside)
-        condition = equation.eqn.params.get("cond_jaxpr")
-        if condition is not None:
-            self._run(condition, [*ins[: loop.offset], *carry], inside)
         if equation.backward or not self._differentiated:
-            for variable, out in zip(loop.carries, outs, strict=False):
-                self.found.extend(half_carry(variable, out, loop, equation.backward))
+            for start, variable, out in zip(carry, loop.carries, outs, strict=False):
+                backward = equation.backward
+                self.found.extend(half_carry(variable, start, out, loop, backward))
         ends = [join(a, b) for a, b in zip(carry, outs, strict=False)]
-        facts = [*ends, *outs[loop.carry :]]
-        forms = opaque_forms(equation.ins)
-        return [replace(fact, maker=None, forms=forms) for fact in facts]
+        return [replace(fact, maker=None) for fact in [*ends, *outs[loop.carry :]]]

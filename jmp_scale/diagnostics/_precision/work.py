@@ -8,11 +8,9 @@ from typing import NamedTuple
 from jax.extend.core import JaxprEqn
 
 from ..._autocast.dot_general import ALGORITHMS
-from ..._autocast.products import stays_float32
+from ..._autocast.products import matrix_sizes, stays_float32
 from ..._jaxpr import PRODUCTS, dtype_name, shape, size
-from .._tables import printed
 from .equation import Equation, Finding
-from .facts import entries_added
 
 _FLOATING = ("float", "bfloat", "complex")
 _NARROW = ("float16", "bfloat16", "float8", "float4")
@@ -20,16 +18,15 @@ _NARROW = ("float16", "bfloat16", "float8", "float4")
 _DTYPES = {preset: dtype for dtype, preset in ALGORITHMS.items()}
 
 
-@printed
 class Operation(NamedTuple):
-    """How often a program runs an operation in a dtype, forward and backward.
+    """How often a program runs a product in a dtype, forward and backward.
 
     Attributes:
       primitive: JAX's name of the operation.
       dtype: dtype of its operands, joined by " x " if they differ.
       executions: how often it runs. In a scan each iteration counts, in a while loop
         one iteration, in a cond each branch.
-      flops: floating-point operations of matrix products and convolutions; else 0.
+      flops: floating-point operations.
       share: share of the program's `flops`, from 0 to 1.
     """
 
@@ -46,9 +43,9 @@ def flops(eqn: JaxprEqn) -> int:
     if name not in PRODUCTS or not dtype_name(eqn.outvars[0]).startswith(_FLOATING):
         return 0
     left, right, result = eqn.invars[0], eqn.invars[1], eqn.outvars[0]
+    if sizes := matrix_sizes(eqn):
+        return 2 * size(result) * math.prod(sizes[0].contracted)
     match name:
-        case "dot_general":
-            return 2 * size(result) * entries_added(eqn)
         case "conv_general_dilated":
             features = shape(right)[eqn.params["dimension_numbers"].rhs_spec[0]]
             # Zeros inside a dilated input are not multiplied.
@@ -68,8 +65,7 @@ def operand_dtypes(eqn: JaxprEqn) -> tuple[str, ...]:
     algorithm = eqn.params.get("precision")
     if algorithm in _DTYPES:
         return (_DTYPES[algorithm],)
-    operands = eqn.invars[:2] if eqn.primitive.name in PRODUCTS else eqn.invars[:1]
-    return tuple(dict.fromkeys(dtype_name(v) for v in operands))
+    return tuple(dict.fromkeys(dtype_name(v) for v in eqn.invars[:2]))
 
 
 def operations(equations: Iterable[Equation]) -> tuple[Operation, ...]:
@@ -77,10 +73,7 @@ def operations(equations: Iterable[Equation]) -> tuple[Operation, ...]:
     runs: Counter[tuple[str, str]] = Counter()
     work: Counter[tuple[str, str]] = Counter()
     for equation in equations:
-        dtypes = operand_dtypes(equation.eqn)
-        if not dtypes or not dtypes[0].startswith(_FLOATING):
-            continue
-        row = equation.name, " x ".join(dtypes)
+        row = equation.name, " x ".join(operand_dtypes(equation.eqn))
         runs[row] += equation.times
         work[row] += equation.times * flops(equation.eqn)
     total = max(work.total(), 1)

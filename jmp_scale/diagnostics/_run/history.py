@@ -7,73 +7,42 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..._scaling.finite import finite_and_norm
 from ..._scaling.loss_scale import number_of
 from ..._state import LossScaleState, find_loss_scale_states
 from ..._tree import is_variable
 from ..._types import PyTree
-from ..._validation import Arguments
-from .._tables import printed
-from .metrics import find_states
-from .updates import lost_updates
+from .metrics import find_states, numbers_of_step
 
 
-@printed
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossScaleHistory:
     """A ring buffer of the last N steps: a pytree, carried next to the optimizer state.
 
     Use it in the compiled train step, and pass it to `HealthLog` or to
-    `jmp_scale.plotting`. Unknown numbers are NaN.
+    `jmp_scale.plotting`.
 
     Attributes:
-      log2_scale: f32[N], log2 of the S that scaled the loss of the step.
-      grads_finite: bool[N], whether gradients and loss were finite.
-      loss_finite: bool[N], whether the loss was finite.
-      applied: bool[N], whether the step was applied.
-      spike: bool[N], whether a guard skipped it as a spike.
-      loss: f32[N], the unscaled loss.
-      grad_norm: f32[N], the global norm of the unscaled gradients.
-      lost_entries: f32[N], as in `metrics`.
-      lost_magnitude: f32[N], as in `metrics`.
-      loss_limit: f32[N], the loss above which the step was a spike.
-      norm_limit: f32[N], the gradient norm above which the step was a spike.
-      first_loss: f32[], the first finite loss of the run.
-      first_norm: f32[], the first finite nonzero gradient norm of the run.
-      pushed: i32[], steps recorded in total; step i is at index i modulo N.
+      columns: f32[N] or bool[N], as `to_dict` returns them; step i is at index i
+        modulo N.
+      first_loss: f32[], the first finite loss of the run, or NaN.
+      first_norm: f32[], the first finite nonzero gradient norm of the run, or NaN.
+      pushed: i32[], steps recorded in total.
     """
 
-    log2_scale: jax.Array
-    grads_finite: jax.Array
-    loss_finite: jax.Array
-    applied: jax.Array
-    spike: jax.Array
-    loss: jax.Array
-    grad_norm: jax.Array
-    lost_entries: jax.Array
-    lost_magnitude: jax.Array
-    loss_limit: jax.Array
-    norm_limit: jax.Array
+    columns: dict[str, jax.Array]
     first_loss: jax.Array
     first_norm: jax.Array
     pushed: jax.Array
 
     @classmethod
     def create(cls, capacity: int = 1000) -> "LossScaleHistory":
-        """Creates an empty history of the last `capacity` steps; 1000 need 32 kB.
-
-        Raises:
-          TypeError, ValueError: a capacity that is not an integer >= 1.
-        """
-        arguments = Arguments("LossScaleHistory.create")
-        capacity = arguments.integer("capacity", capacity, least=1)
+        """Creates an empty history of the last `capacity` steps; 1000 need 32 kB."""
         # Each leaf has its own buffer, because a shared one cannot be donated.
-        start = {name: True if name in _FLAGS else _NAN for name in _COLUMNS}
-        buffers = {name: jnp.full(capacity, value) for name, value in start.items()}
-        first_loss, first_norm = jnp.array(_NAN), jnp.array(_NAN)
-        zero = jnp.zeros([], jnp.int32)
-        return cls(**buffers, first_loss=first_loss, first_norm=first_norm, pushed=zero)
+        columns = {name: jnp.ones(capacity, bool) for name in _FLAGS}
+        columns |= {name: jnp.full(capacity, jnp.nan, "float32") for name in _NUMBERS}
+        first_loss, first_norm = (jnp.array(jnp.nan, jnp.float32) for _ in range(2))
+        return cls(columns, first_loss, first_norm, jnp.zeros([], jnp.int32))
 
     def push(
         self,
@@ -100,9 +69,8 @@ class LossScaleHistory:
           updates: the optimizer's updates of these, as in `metrics`.
 
         Raises:
-          ValueError: `before` or `after` does not contain exactly one state of one
-            step, or both are the same; a loss of a shape other than (); only one of
-            `params` and `updates`.
+          ValueError: `before` or `after` does not contain exactly one state, or both
+            are the same.
         """
         if before is after or _variables(before) & _variables(after):
             raise ValueError(
@@ -111,52 +79,49 @@ class LossScaleHistory:
                 "jax.tree.map(lambda x: x, nnx.state(optimizer)) before the update"
             )
         old, new = _the_state("before", before), _the_state("after", after)
-        lost_entries, lost_magnitude = _NAN, _NAN
-        if params is not None or updates is not None:
-            lost = lost_updates("LossScaleHistory.push", params, updates)
-            lost_entries, lost_magnitude = lost
-        s = number_of(old.loss_scale)
         counted = new.nonfinite_losses != old.nonfinite_losses
-        values = {
-            "log2_scale": _NAN if s is None else _log2(s),
-            "loss": _NAN if loss is None else loss,
-            "loss_finite": ~(counted | (loss is not None and ~jnp.isfinite(loss))),
+        known = {
+            "loss_scales": number_of(old.loss_scale),
             "grads_finite": new.grads_finite,
+            "loss_finite": ~(counted | (loss is not None and ~jnp.isfinite(loss))),
             "applied": new.applied,
             "spike": new.spikes != old.spikes,
-            "grad_norm": _NAN if grads is None else finite_and_norm(grads)[1],
-            "lost_entries": lost_entries,
-            "lost_magnitude": lost_magnitude,
-            # A mapping of Flax does not contain the configuration of the guard.
-            "loss_limit": getattr(old.guard, "loss_limit", _NAN),
-            "norm_limit": getattr(old.guard, "norm_limit", _NAN),
+            "loss": loss,
+            **numbers_of_step(grads, params, updates),
         }
-        index = self.pushed % self.pushed.dtype.type(self.log2_scale.shape[0])
-        arrays = {}
-        for name, value in values.items():
-            if jnp.shape(value) != ():
-                raise ValueError(
-                    f"LossScaleHistory.push: expected one step, got {name} of shape "
-                    f"{jnp.shape(value)}; reduce it, or vmap push"
-                )
-            # A bfloat16 loss gets the buffer's dtype, because a carry keeps its types.
-            buffer = getattr(self, name)
-            arrays[name] = buffer.at[index].set(jnp.asarray(value).astype(buffer.dtype))
-        for first_name, name in (("first_loss", "loss"), ("first_norm", "grad_norm")):
-            first, value = getattr(self, first_name), arrays[name][index]
-            # Later norms are compared with the first one, so it must not be 0.
-            usable = jnp.isfinite(value) & ((value != 0) | (name == "loss"))
-            arrays[first_name] = jnp.where(jnp.isnan(first) & usable, value, first)
-        return dataclasses.replace(self, **arrays, pushed=self.pushed + 1)
+        index = self.pushed % self.pushed.dtype.type(self.columns["loss"].shape[0])
+        columns = {}
+        for name, column in self.columns.items():
+            value = known.get(name)
+            # A bfloat16 loss gets the column's dtype, because a carry keeps its types.
+            value = jnp.asarray(jnp.nan if value is None else value, column.dtype)
+            columns[name] = column.at[index].set(value)
+        # Later norms are compared with the first one, so it must not be 0.
+        norm = columns["grad_norm"][index]
+        first_loss = _first(self.first_loss, columns["loss"][index])
+        first_norm = _first(self.first_norm, jnp.where(norm > 0, norm, jnp.nan))
+        return LossScaleHistory(columns, first_loss, first_norm, self.pushed + 1)
 
     def to_dict(self) -> dict[str, np.ndarray]:
-        """Returns arrays over the steps, oldest first, with "step" from 0 (host)."""
-        pushed, capacity = int(self.pushed), self.log2_scale.shape[0]
+        """Returns arrays over the steps, oldest first; unknown numbers are NaN (host).
+
+        - `step`: from 0.
+        - `log2_scale`: log2 of the S that scaled the loss of the step.
+        - `grads_finite`: whether gradients and loss were finite.
+        - `loss_finite`: whether the loss was finite.
+        - `applied`: whether the step was applied.
+        - `spike`: whether a guard skipped it as a spike.
+        - `loss`: the unscaled loss; `grad_norm`: the norm of the unscaled gradients.
+        - `lost_entries`, `lost_magnitude`: as in `metrics`.
+        """
+        pushed, capacity = int(self.pushed), self.columns["loss"].shape[0]
         steps = np.arange(max(pushed - capacity, 0), pushed)
-        arrays = {"step": steps}
-        for name in _COLUMNS:
-            arrays[name] = np.asarray(getattr(self, name))[steps % capacity]
-        return arrays
+        recorded = jax.device_get(self.columns)
+        recorded["log2_scale"] = np.log2(recorded.pop("loss_scales"))
+        return {"step": steps} | {k: x[steps % capacity] for k, x in recorded.items()}
+
+    def __str__(self) -> str:
+        return self.summary()
 
     def summary(self) -> str:
         """Returns how many recorded steps were skipped, by cause, as text (host)."""
@@ -172,24 +137,20 @@ class LossScaleHistory:
         )
 
 
-_NAN = np.float32(np.nan)
 _FLAGS = ("grads_finite", "loss_finite", "applied", "spike")
-_COLUMNS = [field.name for field in dataclasses.fields(LossScaleHistory)[:-3]]
+_NUMBERS = ("loss_scales", "loss", "grad_norm", "lost_entries", "lost_magnitude")
 
 
-def _log2(s: ArrayLike) -> jax.Array:
-    # Exact for powers of two, unlike log2 on a device; `HealthLog` compares them.
-    mantissa, exponent = jnp.frexp(jnp.asarray(s, jnp.float32))
-    return exponent.astype(jnp.float32) - 1 + jnp.log2(2 * mantissa)
+def _first(first: jax.Array, value: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isnan(first) & jnp.isfinite(value), value, first)
 
 
 def _the_state(name: str, tree: PyTree) -> LossScaleState:
     states = find_states("LossScaleHistory.push", tree, name)
     if len(states) > 1:
-        paths = " and ".join(path for path, _ in states[:2])
         raise ValueError(
             f"LossScaleHistory.push: expected one state of with_loss_scale in {name}, "
-            f"got {len(states)}, at {paths}; give one, and keep a history for each"
+            f"got {len(states)}; give one, and keep a history for each"
         )
     return states[0][1]
 

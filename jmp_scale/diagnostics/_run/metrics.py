@@ -2,13 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ..._scaling.finite import finite_and_norm
 from ..._scaling.loss_scale import LossScale, number_of
 from ..._state import START, LossScaleState, fields_of, find_loss_scale_states
-from ..._tree import with_arrays
-from ..._types import PyTree
-from .updates import lost_updates
+from ..._tree import is_inexact, with_arrays
+from ..._types import Leaf, PyTree
 
 
 def metrics(
@@ -36,17 +36,16 @@ def metrics(
       - `loss_scale` f32[], S of the next step; missing if S is constant and the state
         is a mapping of Flax.
       - the flags, bool[], and counters, i32[], of `LossScaleState`, by their names.
-      - `grad_norm` f32[], if `grads` are given: the Euclidean norm over all inexact
-        leaves, infinite if one of them is not finite.
-      - `lost_entries` f32[], if `params` and `updates` are given: the share of the
-        nonzero updates that rounding loses, because the parameter plus its update, as
-        `optax.apply_updates` rounds it, is the parameter: below about 2^-9 of the
-        parameter in bfloat16, 2^-12 in float16, 2^-25 in float32.
+      - `grad_norm` f32[], with `grads`: the Euclidean norm over all inexact leaves,
+        infinite if one of them is not finite.
+      - `lost_entries` f32[], with `updates`: the share of the nonzero updates that
+        rounding loses, because the rounded sum is the parameter: below about 2^-9 of
+        the parameter in bfloat16, 2^-12 in float16, 2^-25 in float32.
       - `lost_magnitude` f32[]: the same share of the sum of the updates' magnitudes.
 
     Raises:
-      ValueError: there is no such state in `opt_state`; only one of `params` and
-        `updates`, or their structures or shapes differ.
+      ValueError: there is no such state in `opt_state`; `params` and `updates` differ
+        in structure.
     """
     states = find_states("metrics", opt_state)
     scalars = {}
@@ -57,12 +56,7 @@ def metrics(
             scalars[f"{prefix}loss_scale"] = jnp.asarray(s, jnp.float32)
         for name in START:
             scalars[prefix + name] = jnp.asarray(getattr(state, name))
-    if grads is not None:
-        scalars["grad_norm"] = finite_and_norm(grads)[1]
-    if params is not None or updates is not None:
-        entries, magnitude = lost_updates("metrics", params, updates)
-        scalars |= {"lost_entries": entries, "lost_magnitude": magnitude}
-    return scalars
+    return scalars | numbers_of_step(grads, params, updates)
 
 
 def find_states(
@@ -88,3 +82,39 @@ def _plain_state(node: PyTree) -> LossScaleState:
     # NNX omits a guard of None.
     fields = {"guard": None, **fields, "loss_scale": loss_scale, "inner_state": None}
     return LossScaleState(**with_arrays(fields))
+
+
+def numbers_of_step(
+    grads: PyTree, params: PyTree, updates: PyTree
+) -> dict[str, jax.Array]:
+    """Returns the numbers of `metrics` that what is given allows."""
+    numbers = {}
+    if grads is not None:
+        numbers["grad_norm"] = finite_and_norm(grads)[1]
+    if updates is not None:
+        sums = jax.tree.leaves(jax.tree.map(_sums, params, updates))
+        lost, total = jnp.sum(jnp.stack([jnp.zeros((2, 2)), *sums]), 0)
+        shares = jnp.where(total > 0, lost / total, 0)
+        numbers["lost_entries"], numbers["lost_magnitude"] = shares
+    return numbers
+
+
+def _sums(param: Leaf, update: Leaf) -> jax.Array | None:
+    """Returns rows of the lost updates and of all: number, sum of magnitudes."""
+    if not is_inexact(param) or jnp.iscomplexobj(param):
+        return None
+    param = jnp.asarray(param)
+    wide = jnp.float64 if param.dtype.itemsize == 8 else jnp.float32
+    moved = (param.astype(wide) + update.astype(wide)).astype(param.dtype)
+    # Bits are compared, because XLA may remove a cast and a cast back.
+    integer = f"uint{8 * param.dtype.itemsize}"
+    before, after = (lax.bitcast_convert_type(x, integer) for x in (param, moved))
+    moves = update != 0
+    lost = moves & ((after == before) | ((after | before) << 1 == 0))  # 0 and -0
+    rows = []
+    for chosen in (lost, moves):
+        size = jnp.sum(jnp.where(chosen, jnp.abs(update).astype(jnp.float32), 0))
+        # Integers are counted first: a float32 count stops at 2^24.
+        count = jnp.sum(chosen, dtype=jnp.uint32).astype(jnp.float32)
+        rows.append(jnp.stack([count, size]))
+    return jnp.stack(rows)

@@ -153,10 +153,7 @@ class Check:
         self._in_modules: set[Path] = set(below)
         self.states = parents(self.arrays, "grads_finite", "applied", "skipped")
         self.scales = parents(self.arrays, "loss_scale", "counter")
-        self._ours = (
-            *self.scales,
-            *parents(self.arrays, "log2_scale", "pushed"),
-        )
+        self._ours = (*self.scales, *parents(self.arrays, "first_norm", "pushed"))
         self._places: dict[Path, Path] | None = None
         self.window = 1  # calls until an accumulated step ends
         self.start, self.count = self.arrays | self._apart(), 0

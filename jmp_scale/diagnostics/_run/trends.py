@@ -70,35 +70,38 @@ def _loss_findings(
     first, current = float(history.first_loss), float(medians[-2:].min())
     best, best_block = float(min(medians[:-2].min(), first)), np.argmin(medians[:-2])
     best_step = int(step[len(loss) % block :][best_block * block + block - 1])
-    values = {"first": first, "current": current, "best": best, "best_step": best_step}
+    values = {"first": first, "current": current, "steps": len(loss), "more": ""}
 
     # The loss has lost a quarter of what training had gained. In a fresh history of a
     # trained model nothing has been gained. The limit is then a quarter of the loss or,
     # if the loss is near zero, six standard deviations within the blocks.
     scatter = np.median([_scatter(x) for x in blocks])
     if current - best > max(0.25 * (first - best), 0.25 * abs(best), 6 * scatter):
-        yield "loss diverges", values
+        yield "loss diverges", {"best": best, "best_step": best_step, **values}
 
     # The loss rose to a multiple of its start, and stayed near it for 150 steps.
     peak = int(np.argmax(loss))
-    rose = loss[peak] > first + 2 * abs(first)
-    if rose and first - current < 0.25 * abs(first) and len(loss) - peak > 150:
-        yield "loss blew up", {"peak": loss[peak], "step": int(step[peak]), **values}
+    rose = loss[peak] > first + 2 * abs(first) and len(loss) - peak > 150
+    if rose and first - current < 0.25 * abs(first):
+        more = f", and {loss[peak]:.3g} at step {step[peak]}"
+        yield "no progress", {**values, "more": more}
 
     if len(norms) >= _LEAST_STEPS and current > 0.5 * first:
         norm, first_norm = np.median(norms[-_LEAST_STEPS:]), float(history.first_norm)
-        change = f"fell from {first_norm:.3g} to {norm:.3g}"
-        if norm == 0:
-            change = f"has been zero for {_LEAST_STEPS} steps"
         # The first norm is nonzero, or NaN.
         if norm == 0 or norm < 2.0**-13 * first_norm:
-            yield "gradients vanished", {"change": change, **values}
+            more = f"; the gradient norm is {norm:.3g} after {first_norm:.3g}"
+            yield "no progress", {**values, "more": more}
+
+    start, now = np.median(loss[:20]), np.median(loss[-_RECENT:])
+    if step[0] == 0 and len(loss) >= 3 * _WIDE and start - now < 0.02 * abs(start):
+        yield "no progress", values
 
 
 def _unsteady(
     loss: np.ndarray, step: np.ndarray, first: float
 ) -> Iterator[KindAndValues]:
-    """Findings on a loss that swings, leaps, or stays where it began."""
+    """Findings on a loss that swings or leaps."""
     if len(loss) < 3 * _WIDE:
         return
     ends = np.pad(loss, _WIDE // 2, mode="reflect")
@@ -124,10 +127,6 @@ def _unsteady(
     if len(starts) >= max(5, 0.015 * len(loss)):
         values = {"bursts": len(starts), "every": int(np.median(np.diff(starts)))}
         yield "bursts", {"steps": len(loss), **values}
-
-    start, now = np.median(loss[:20]), np.median(loss[-_RECENT:])
-    if step[0] == 0 and start - now < 0.02 * abs(start):
-        yield "no progress", {"steps": len(loss), "first": start, "current": now}
 
 
 def _scatter(x: np.ndarray) -> float:

@@ -14,9 +14,9 @@ pytestmark = pytest.mark.usefixtures("ranks_promote")
 
 # One or two of each rule: the others differ in the operation, not in where it runs.
 SOME = """
-    sum_in_float16 gradient_of_a_bias cumulative_sum square variance
+    sum_in_float16 gradient_of_a_bias cumulative_sum square norm
     exponential softmax mask_constant mask_by_full mask_by_scalar_type
-    epsilon_in_a_division epsilon_in_a_root_below integers
+    epsilon_in_a_division epsilon_in_a_root_below
     running_sum moving_average
 """
 
@@ -40,16 +40,6 @@ def in_remat(fault):
         return lax.scan(step, 0.0, jnp.stack([x, x + 1, x + 2]))[1]
 
     return jax.jit(over_rows)
-
-
-def in_custom_vjp(fault):
-    function = jax.custom_vjp(lambda x: fault(x))
-
-    def backward(x, cotangent):
-        return jax.vjp(fault, x)[1](cotangent)
-
-    function.defvjp(lambda x: (fault(x), x), backward)
-    return jax.jit(function)
 
 
 def in_shard_map(fault):
@@ -76,14 +66,12 @@ def test_a_planted_fault_is_found_at_its_line_and_nothing_else(name):
     assert_found(name)
 
 
-WRAPS = [in_a_branch, in_remat, in_custom_vjp, in_shard_map]
+WRAPS = [in_a_branch, in_remat, in_shard_map]
 PAIRS = [(wrap, name) for name in SOME.split() for wrap in WRAPS]
 
 
 @pytest.mark.parametrize(("wrap", "name"), one_of(3, PAIRS))
 def test_a_fault_is_found_wherever_it_runs(wrap, name):
-    if (name, wrap) == ("gradient_of_a_bias", in_custom_vjp):
-        wrap = jax.jit  # JAX gives a sum in a backward rule the line of the call
     assert_found(name, wrap)
 
 

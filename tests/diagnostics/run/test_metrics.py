@@ -1,8 +1,9 @@
-"""The scalars of a loss-scale state, wherever it is and in whatever form."""
+"""The scalars of a loss-scale state in any form, and the share of lost updates."""
 
 import flax.serialization
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -13,16 +14,9 @@ import jmp_scale.nnx
 from jmp_scale import diagnostics
 from jmp_scale._state import START
 
-LOSS_SCALES = {
-    "dynamic": jmp_scale.DynamicLossScale(8.0, hysteresis=2),
-    "static": jmp_scale.StaticLossScale(8.0),
-    "none": jmp_scale.NoOpLossScale(),
-}
 FORMS = {
     "optimizer": lambda optimizer: optimizer,
-    "opt_state": lambda optimizer: {"opt": optimizer.opt_state},
     "nnx.state": nnx.state,
-    "pure dict": lambda optimizer: nnx.to_pure_dict(nnx.state(optimizer)),
     "state dict": lambda optimizer: flax.serialization.to_state_dict(
         state(optimizer.loss_scale, inner=optax.adam(0.1).init(jnp.ones(2)))
     ),
@@ -52,21 +46,20 @@ def test_metrics_are_scalars_that_stay_on_the_device():
     assert {name: found[name] for name in expected} == expected
 
 
-@pytest.mark.parametrize("loss_scale", LOSS_SCALES)
 @pytest.mark.parametrize("form", FORMS)
-def test_the_state_of_an_nnx_optimizer_is_found_in_each_form(form, loss_scale):
-    how = {"loss_scale": LOSS_SCALES[loss_scale], "wrt": nnx.Param}
+@pytest.mark.parametrize(
+    "rule", [jmp_scale.DynamicLossScale, jmp_scale.StaticLossScale]
+)
+def test_the_state_of_an_nnx_optimizer_is_found_in_each_form(form, rule):
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    optimizer = jmp_scale.nnx.Optimizer(model, optax.adam(0.1), **how)
-    tree = FORMS[form](optimizer)
+    how = {"loss_scale": rule(8.0), "wrt": nnx.Param}
+    tree = FORMS[form](jmp_scale.nnx.Optimizer(model, optax.adam(0.1), **how))
     scalars = diagnostics.metrics(tree)
     assert all(isinstance(x, jax.Array) for x in scalars.values())
     assert (int(scalars["skipped"]), bool(scalars["applied"])) == (0, True)
     # A mapping holds no static configuration, and so no constant S.
-    known = loss_scale == "dynamic" or form in ("optimizer", "opt_state")
-    expected = 1.0 if loss_scale == "none" else 8.0
-    assert "grad_norm" not in scalars
-    assert scalars.get("loss_scale", None) == (expected if known else None)
+    known = rule is jmp_scale.DynamicLossScale or form == "optimizer"
+    assert scalars.get("loss_scale") == (8.0 if known else None)
     assert diagnostics.HealthLog()(tree) == []
 
 
@@ -75,3 +68,79 @@ def test_a_population_has_one_number_for_each_member():
     opt_state = jax.vmap(tx.init)(jnp.ones((3, 2)))
     scalars = diagnostics.metrics(opt_state)
     assert {x.shape for x in scalars.values()} == {(3,)}
+
+
+@jax.jit
+def lost_updates(params, updates):
+    found = diagnostics.metrics(state(), params=params, updates=updates)
+    return found["lost_entries"], found["lost_magnitude"]
+
+
+@pytest.mark.strict_promotion
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_an_update_is_lost_where_the_rounded_sum_is_the_parameter(dtype):
+    random = np.random.RandomState(0)
+    params = np.exp2(random.uniform(-4, 4, 4000)) * random.choice([-1, 1], 4000)
+    params = params.astype(dtype)
+    # Around the size at which they begin to be lost, of both signs; every tenth is 0.
+    epsilon = float(ml_dtypes.finfo(dtype).eps)
+    sizes = epsilon * np.exp2(random.uniform(-4, 2, 4000))
+    sizes *= random.choice([-1, 1], 4000)
+    updates = (sizes * np.abs(params.astype(np.float64))).astype(np.float32)
+    updates[::10] = 0
+    sums = params.astype(np.float32) + updates
+    lost = (sums.astype(dtype) == params) & (updates != 0)
+    assert 0.2 < lost.sum() / (updates != 0).sum() < 0.8
+    entries, magnitude = lost_updates(params, updates)
+    np.testing.assert_allclose(entries, lost.sum() / (updates != 0).sum(), 1e-6)
+    sizes = np.abs(np.float64(updates))
+    # A float32 sum of 4,000 numbers.
+    np.testing.assert_allclose(magnitude, sizes[lost].sum() / sizes.sum(), 1e-4)
+
+
+# A bfloat16 parameter, its update, and the share of that which is lost.
+EXACT = {
+    "a tie goes to the even neighbor": (1, 2.0**-8, 1),
+    "and not to the odd one": (1 + 2.0**-7, 2.0**-8, 0),
+    "zero takes every update": (0.0, 1e-30, 0),
+    "so does negative zero": (-0.0, -1e-30, 0),
+    "what changes the sign counts": (1, -2, 0),
+    "half the size is enough towards zero": (1, -1.1 * 2.0**-9, 0),
+    "but not away from it": (1, 1.1 * 2.0**-9, 1),
+}
+
+
+@pytest.mark.strict_promotion
+@pytest.mark.parametrize("case", EXACT)
+def test_which_updates_are_lost_near_ties_zeros_and_powers_of_two(case):
+    param, update, share = EXACT[case]
+    assert lost_updates(jnp.bfloat16(param), jnp.float32(update)) == (share, share)
+
+
+@pytest.mark.strict_promotion
+def test_an_update_that_a_zero_of_half_precision_cannot_take_is_lost():
+    zeros, updates = jnp.float16([0.0, 0.0]), jnp.float32([1e-9, -1e-9])
+    assert lost_updates(zeros, updates) == (1, 1)
+
+
+@pytest.mark.strict_promotion
+def test_zero_updates_and_leaves_that_are_not_real_numbers_do_not_count():
+    z = jnp.ones(2, jnp.complex64)
+    params = {"w": jnp.ones(2), "step": jnp.array(3), "z": z}
+    updates = {"w": jnp.float32([1e-9, 0.0]), "step": jnp.array(1), "z": 0 * z}
+    assert lost_updates(params, updates) == (1, 1)
+    assert lost_updates(jnp.ones(3), -jnp.zeros(3)) == (0, 0)
+    assert lost_updates({}, {}) == (0, 0)
+
+
+def test_a_share_of_more_than_two_to_the_24_entries_is_counted_exactly():
+    def share():  # never in memory: XLA fuses the constants into the sums
+        params = jnp.ones((2**13, 2**12), jnp.bfloat16)
+        return lost_updates(params, jnp.full(params.shape, 1e-4))
+
+    assert float(jax.jit(share)()[0]) == 1
+
+
+def test_updates_of_another_structure_are_refused():
+    with pytest.raises(ValueError, match=r"structure|key mismatch"):
+        lost_updates({"w": jnp.ones(2)}, {"b": jnp.ones(2)})

@@ -1,14 +1,13 @@
-"""Shared by `linen` and `nnx`: requires Flax, wraps optimizers, adds state dicts."""
+"""Shared by `linen` and `nnx`: requires Flax, and wraps optimizers."""
 
 import optax
 
-from . import _pytree
 from ._scaling.spike_guard import SpikeGuard
 from ._scaling.transform import LossScaleTransformation, with_loss_scale
 from ._state import LossScale
 
 try:
-    import flax.serialization  # noqa: F401  (_pytree looks for it)
+    import flax.serialization  # noqa: F401  (`_pytree` looks for it)
 except ImportError as error:
     raise ImportError(
         "jmp_scale.linen and jmp_scale.nnx need Flax: pip install 'flax>=0.12'"
@@ -31,6 +30,3 @@ def wrap_once(
                 "tx that is already wrapped in with_loss_scale; give it there"
             )
     return tx
-
-
-_pytree.register_state_dicts()

@@ -4,9 +4,8 @@ import contextlib
 import dataclasses
 import json
 import math
-import operator
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import jax
@@ -27,7 +26,6 @@ class Pytree:
     """A frozen dataclass as a pytree; its leaves are fields of type `LeafField`."""
 
     _leaf_names: ClassVar[tuple[str, ...]] = ()  # set by `register`
-    _may_round: ClassVar[bool] = False  # whether floats may come back from bfloat16
 
     def __repr__(self) -> str:
         """Shows the arguments that differ from defaults, and make an equal object."""
@@ -43,9 +41,6 @@ class Pytree:
         """Returns the values of leaves that are given as None."""
         return {}
 
-    def __init_subclass__(cls) -> None:
-        _classes.append(cls)
-
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         _register_state_dict(cls)
         return super().__new__(cls)
@@ -54,19 +49,17 @@ class Pytree:
 C = TypeVar("C", bound=Pytree)
 T = TypeVar("T")
 Fields = tuple[PyTree, ...]  # values of leaves, or of static fields
-_classes: list[type[Pytree]] = []
 
 
-def _text(value: object) -> str:
-    """Returns an argument as text; of an array with unknown values, its type."""
+def _text(value: Any) -> str:
+    """Returns an argument as text; of an array that it cannot read, its type."""
+    if hasattr(value, "dtype"):
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            return _text(value.item())
+        return f"{value.dtype}{[*value.shape]}"
     if isinstance(value, float) and math.frexp(value)[0] == 0.5:
         return min(repr(value), f"2.0**{round(math.log2(value))}", key=len)
-    if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
-        return repr(value)
-    with contextlib.suppress(TypeError, RuntimeError):  # traced; donated, elsewhere
-        entries = np.asarray(value).tolist()
-        return f"jnp.array({entries})" if np.ndim(value) else _text(entries)
-    return f"{value.dtype}{[*value.shape]}"
+    return repr(value)
 
 
 def with_fields(tree: T, /, **fields: PyTree) -> T:
@@ -92,14 +85,15 @@ def register(cls: type[C]) -> type[C]:
     leaf_names = cls._leaf_names = tuple(f.name for f in fields if f.type is LeafField)
     static_names = [f.name for f in fields if f.name not in leaf_names]
     keys = [GetAttrKey(name) for name in leaf_names]
-    leaves_of, static_of = _getter(leaf_names), _getter(static_names)
     names = (*leaf_names, *static_names)
 
     def flatten(x: C) -> tuple[Fields, Fields]:
-        return leaves_of(x), static_of(x)
+        leaves = tuple(getattr(x, name) for name in leaf_names)
+        return leaves, tuple(getattr(x, name) for name in static_names)
 
     def flatten_with_keys(x: C) -> tuple[tuple[tuple[object, PyTree], ...], Fields]:
-        return tuple(zip(keys, leaves_of(x), strict=True)), static_of(x)
+        leaves, static = flatten(x)
+        return tuple(zip(keys, leaves, strict=True)), static
 
     def unflatten(static: Fields, leaves: Iterable[PyTree]) -> C:
         return _instance(cls, dict(zip(names, (*leaves, *static), strict=True)))
@@ -114,29 +108,12 @@ def register(cls: type[C]) -> type[C]:
     return cls
 
 
-def register_state_dicts() -> None:
-    """Registers the classes whose objects were made before Flax was imported."""
-    for cls in _classes:
-        _register_state_dict(cls)
-
-
 def _register_state_dict(cls: type) -> None:
     """Lets `flax.serialization`, if imported, save and restore objects of a class."""
     # Constructors call this, because Flax is usually imported before an object is made.
     flax: Any = sys.modules.get("flax.serialization")
     if flax is not None and not flax.is_serializable(cls):
-        flax.register_serialization_state(cls, _to_state_dict, _from_state_dict)
-
-
-def _getter(names: Sequence[str]) -> Callable[[object], Fields]:
-    if len(names) > 1:
-        return operator.attrgetter(*names)  # in C
-    return lambda x: tuple(getattr(x, name) for name in names)
-
-
-def _to_state_dict(target: Pytree) -> dict[str, PyTree]:
-    """Returns leaves by name: Flax's storage of S, which has no configuration."""
-    return leaves_by_name(target)
+        flax.register_serialization_state(cls, leaves_by_name, _from_state_dict)
 
 
 def _types(leaves: dict[str, PyTree]) -> dict[str, str]:
@@ -145,11 +122,11 @@ def _types(leaves: dict[str, PyTree]) -> dict[str, str]:
 
 def _from_state_dict(target: Pytree, state: PyTree) -> Pytree:
     """Returns an object configured like `target` with the leaves of `state`."""
-    leaves = _to_state_dict(target)
+    leaves = leaves_by_name(target)
     expected, got = _types(leaves), repr(state)
     # Flax compares names only for its own kinds of containers.
     if isinstance(state, dict) and state.keys() == leaves.keys():
-        state = {k: _cast(x, leaves[k], target._may_round) for k, x in state.items()}
+        state = {name: _cast(x, leaves[name]) for name, x in state.items()}
         got = _types(state)
     if got != expected:
         path = sys.modules["flax.serialization"].current_path()
@@ -164,14 +141,10 @@ def _from_state_dict(target: Pytree, state: PyTree) -> Pytree:
     return jax.tree.unflatten(jax.tree.structure(target), arrays)
 
 
-def _cast(x: ArrayLike, like: ArrayLike, may_round: bool) -> ArrayLike:
-    """Casts floats, which some checkpointers write as bfloat16.
-
-    S is a power of two, which bfloat16 represents exactly; others may be rounded.
-    """
+def _cast(x: ArrayLike, like: ArrayLike) -> ArrayLike:
+    """Casts finite floats, which some checkpointers write as bfloat16."""
     dtypes = jnp.result_type(x), jnp.result_type(like)
     if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         return x
-    values = np.asarray(x, np.float64)
-    is_kept = np.isfinite(values) if may_round else np.frexp(values)[0] == 0.5
-    return jnp.asarray(x, dtypes[1]) if is_kept.all() else x
+    is_kept = np.isfinite(np.asarray(x, np.float64)).all()
+    return jnp.asarray(x, dtypes[1]) if is_kept else x

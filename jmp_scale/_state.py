@@ -3,16 +3,7 @@
 import abc
 import functools
 from collections.abc import Mapping
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    NamedTuple,
-    NoReturn,
-    Self,
-    TypeVar,
-    get_origin,
-)
+from typing import Annotated, Any, NamedTuple, Self, TypeVar, get_origin
 
 import jax
 import jax.export
@@ -22,7 +13,7 @@ import optax
 from jax.typing import ArrayLike
 
 from . import _pytree
-from ._tree import find_nodes, is_data, multiply
+from ._tree import find_nodes, multiply
 from ._types import Leaf, PyTree
 from ._validation import described
 
@@ -39,36 +30,12 @@ class LossScale(_pytree.Pytree, abc.ABC):
     A subclass is a frozen dataclass that JAX knows as a pytree. It has a field or a
     property `loss_scale`, which is S, f32[], and `adjust`. What follows the steps is a
     leaf, everything else is a static field. Whatever takes a loss scale takes it.
-
-    Examples:
-      >>> import dataclasses, jax, jax.numpy as jnp, jmp_scale
-      >>> @jax.tree_util.register_dataclass
-      ... @dataclasses.dataclass(frozen=True)
-      ... class Additive(jmp_scale.LossScale):
-      ...     loss_scale: jax.Array
-      ...
-      ...     def adjust(self, grads_finite, *, loss_finite=True):
-      ...         s = self.loss_scale
-      ...         new = jnp.where(grads_finite, s + 8.0, s / 2)
-      ...         return Additive(jnp.where(loss_finite, new, s))
-      >>> float(Additive(jnp.float32(32.0)).adjust(jnp.array(True)))
-      40.0
     """
 
     loss_scale: Any
 
     def __float__(self) -> float:
         return float(self.loss_scale)
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            """Raises the error for `opt_state[0].mu` and other fields of optimizers."""
-            raise AttributeError(
-                f"{type(self).__name__} has no attribute {name!r}; the state of the "
-                "optimizer in a LossScaleState is opt_state.inner_state, and "
-                f'optax.tree.get(opt_state, "{name}") finds a field of it'
-            )
 
     def scale(self, tree: T) -> T:
         """Multiplies by S, in float32 or wider, so that a float16 loss cannot overflow.
@@ -206,23 +173,6 @@ def checked_optimizer(
             ".gradient_transformation()"
         )
     return optax.with_extra_args_support(inner)
-
-
-def started(
-    function: str, inner: optax.GradientTransformation, params: PyTree
-) -> optax.OptState:
-    """Returns `inner.init(params)`; an error names the parameter that is no array."""
-    try:
-        return inner.init(params)
-    except TypeError as error:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-            if not (is_data(leaf) or hasattr(leaf, "dtype")):
-                raise TypeError(
-                    f"{function}: expected a tree of arrays as parameters, got "
-                    f"{described(leaf)} at params{jax.tree_util.keystr(path)}; of an "
-                    "Equinox model pass equinox.filter(model, equinox.is_inexact_array)"
-                ) from error
-        raise
 
 
 def is_nothing(x: Leaf) -> bool:

@@ -1,7 +1,7 @@
 """Pytrees: finds, casts, scales and selects their leaves; flattens calls to arrays."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TypeVar
 
 import jax
@@ -53,13 +53,6 @@ def leaves_by_name(tree: PyTree) -> dict[str, Leaf]:
     return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in pairs}
 
 
-def listed(paths: Iterable[str]) -> str:
-    """Returns at most five names, and how many more there are, as text."""
-    paths = sorted(paths)
-    more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
-    return ", ".join(paths[:5]) + more or "none"
-
-
 def promote_to_float32(tree: T) -> T:
     """Casts inexact leaves narrower than 32 bits to float32, and no others."""
 
@@ -109,12 +102,6 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
     if jnp.shape(pred) != () or jnp.result_type(pred) != jnp.bool_:
         got = f"{jnp.result_type(pred)}{list(jnp.shape(pred))}"
         raise ValueError(f"select_tree: expected a boolean scalar as pred, got {got}")
-    treedef, old_treedef = jax.tree.structure(on_true), jax.tree.structure(on_false)
-    if treedef != old_treedef:
-        raise ValueError(
-            "select_tree: expected on_true and on_false of the same structure, got\n"
-            f"  on_true:  {treedef}\n  on_false: {old_treedef}"
-        )
     select = functools.partial(_select_leaf, pred)
     return jax.tree_util.tree_map_with_path(select, on_true, on_false)
 
@@ -122,30 +109,25 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
 def _select_leaf(pred: ArrayLike, path: KeyPath, on_true: Leaf, on_false: Leaf) -> Leaf:
     if on_true is on_false:
         return on_false
+    where = f"select_tree: leaf {jax.tree_util.keystr(path) or '(the whole tree)'}"
     if not (is_data(on_true) and is_data(on_false)):
         if type(on_true) is type(on_false) and on_true == on_false:
             return on_false
         raise ValueError(
-            f"{_leaf_at(path)} is not an array and differs, so it cannot be selected: "
+            f"{where} is not an array and differs, so it cannot be selected: "
             f"on_true {on_true!r}, on_false {on_false!r}"
         )
     new, old = (jax.typeof(x) for x in (on_true, on_false))
     if (new.shape, new.dtype) != (old.shape, old.dtype):
         raise ValueError(
-            f"{_leaf_at(path)} has shape {new.shape} and dtype {new.dtype} in on_true, "
+            f"{where} has shape {new.shape} and dtype {new.dtype} in on_true, "
             f"but {old.shape} and {old.dtype} in on_false; reshape or cast one of them"
         )
-    if new.dtype == jax.dtypes.float0:
-        return on_false
     if isinstance(on_true, jax.Array) and isinstance(on_false, jax.Array):
         # One operation: `jnp.where` is several.
         select = lambda new, old, pred: lax.select(pred, new, old)  # noqa: E731
         return _mesh.on_parts(select, on_true, on_false, jnp.asarray(pred))
     return jnp.where(pred, on_true, on_false)
-
-
-def _leaf_at(path: KeyPath) -> str:
-    return f"select_tree: leaf {jax.tree_util.keystr(path) or '(the whole tree)'}"
 
 
 def is_data(leaf: object) -> bool:

@@ -133,7 +133,8 @@ def of_nnx(params, tx, make=jmp_scale.nnx.Optimizer):
     """The same of an NNX model."""
     model = nnx.Dict({name: nnx.Param(x) for name, x in params.items()})
     made = make(model, tx, wrt=nnx.Param)
+    update = nnx.jit(lambda model, made, grads: made.update(model, grads))
     for grads in STEPS:
         grads = nnx.State({name: nnx.Param(g) for name, g in grads.items()})
-        made.update(model, grads)
+        update(model, made, grads)
     return nnx.state(model, nnx.Param), nnx.state(made)

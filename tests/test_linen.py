@@ -159,7 +159,7 @@ class State(TrainState):
     ("change", "error", "message"),
     [
         ({"loss": 1.0}, TypeError, "unexpected keyword argument 'loss'"),
-        ({"stats": {}}, ValueError, "same structure"),
+        ({"stats": {}}, ValueError, "stats"),
         ({"stats": jnp.zeros(2, jnp.float16)}, ValueError, "'stats'.*float16"),
     ],
 )

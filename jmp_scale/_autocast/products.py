@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from .. import _jaxpr
 from .._jaxpr import PRODUCTS, Atom, Jaxpr, JaxprEqn, NameStack, Var, variables
 from .._policy import is_half
-from .dot_general import split_sizes, sum_of_terms, wide_dot_general
+from .dot_general import Sizes, split_sizes, sum_of_terms, wide_dot_general
 from .marks import CAST
 from .rounding import widened
 
@@ -157,19 +157,25 @@ def has_matrix_work(eqn: JaxprEqn, is_parameter: Callable[[Var], bool]) -> bool:
 
     Not if it contracts nothing or is of two vectors, for each index of the batch.
     """
-    if eqn.primitive.name != "dot_general":
+    sizes = matrix_sizes(eqn)
+    if sizes is None:
         return True
-    numbers = eqn.params["dimension_numbers"]
-    operands = eqn.invars[:2]
-    sizes = split_sizes([_jaxpr.shape(v) for v in operands], numbers)
     if math.prod(sizes[0].contracted) == 1:
         return False
-    matrices = [v for v, each in zip(operands, sizes, strict=True) if each.own]
+    matrices = [v for v, each in zip(eqn.invars[:2], sizes, strict=True) if each.own]
     if len(matrices) == 2:  # also of one row, unless there is one for each index
         is_row = all(math.prod(each.own) == 1 for each in sizes)
-        is_batched = bool(numbers[1][0])
+        is_batched = bool(eqn.params["dimension_numbers"][1][0])
         return not (is_row and is_batched)
     return any(is_parameter(v) for v in variables(matrices))
+
+
+def matrix_sizes(eqn: JaxprEqn) -> list[Sizes] | None:
+    """Returns the sizes of a matrix product's operands; None for other products."""
+    if eqn.primitive.name != "dot_general":
+        return None
+    shapes = [_jaxpr.shape(v) for v in eqn.invars[:2]]
+    return split_sizes(shapes, eqn.params["dimension_numbers"])
 
 
 def becomes_half(eqn: JaxprEqn) -> bool:

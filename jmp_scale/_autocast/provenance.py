@@ -14,7 +14,16 @@ from .._policy import is_half
 from .._types import Leaf
 from .higher_order import is_entered
 from .picks import as_pick, has_picks, may_pick
-from .products import Fate, Product, fate, has_products, is_cheap, looks_up_rows, never
+from .products import (
+    Fate,
+    Product,
+    fate,
+    has_products,
+    is_cheap,
+    looks_up_rows,
+    matrix_sizes,
+    never,
+)
 from .stored import is_in_half, widened
 
 _INTEGERS = "bool", "int", "uint"
@@ -260,7 +269,7 @@ class _Reader:
         eqns = [*left, *right, eqn]
         whole = _jaxpr_rewrite.excerpt(self._jaxpr, eqns, inputs, eqn.outvars)
         scope, jaxpr = _jaxpr_rewrite.without_common_scope(whole)
-        is_dot = eqn.primitive.name == "dot_general"
+        is_dot = matrix_sizes(eqn) is not None
         dtypes = [
             self._stored[v].name if v in self._stored else dtype_name(v)
             for v in (lhs, rhs)

@@ -20,19 +20,14 @@ _float = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
 
 
 @jax.custom_jvp
-def rounded(x: jax.Array, noise: jax.Array | None = None) -> jax.Array:
-    """Rounds f32 to a bfloat16, as f32: to the nearest, or stochastically by noise.
+def rounded(x: jax.Array, bits: jax.Array | None = None) -> jax.Array:
+    """Rounds f32 to a bfloat16, as f32: to the nearest, or stochastically.
 
-    With noise (i32 in [0, 2^16), see `noise_of`) it is right in the mean to 2^-16 of
-    the last digit.
+    By the lower 16 of random bits, u16 or u32, it is right in the mean to 2^-16 of the
+    last digit.
     """
-    added = 2**15 if noise is None else noise
+    added = 2**15 if bits is None else (bits & (2**16 - 1)).astype(jnp.int32)
     return jnp.where(jnp.isnan(x), x, _float((_bits(x) + added) & -(2**16)))
-
-
-def noise_of(words: jax.Array) -> jax.Array:
-    """Returns the lower 16 bits of random unsigned integers, as i32."""
-    return (words & (2**16 - 1)).astype(jnp.int32)
 
 
 def remainder(x: jax.Array, made: jax.Array) -> jax.Array:
@@ -58,14 +53,6 @@ def change(new: jax.Array, old: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(new) & (old != 0), new - old, new)
 
 
-def _same(tangent: jax.Array, *_: jax.Array) -> jax.Array:
-    return tangent
-
-
-def _negative(tangent: jax.Array, *_: jax.Array) -> jax.Array:
-    return -tangent
-
-
-rounded.defjvps(_same, None)
-joined.defjvps(_same, None)
-change.defjvps(_same, _negative)
+rounded.defjvps(lambda tangent, *_: tangent, None)
+joined.defjvps(lambda tangent, *_: tangent, None)
+change.defjvps(lambda tangent, *_: tangent, lambda tangent, *_: -tangent)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from .._policy import holds_half
 from .._state import fields_of, find_half_storage
-from .._tree import leaves_by_name, listed, with_arrays
+from .._tree import leaves_by_name, with_arrays
 from .._types import Leaf, PyTree
 from . import bfloat16
 
@@ -29,11 +29,6 @@ def full_parameters(params: PyTree, opt_state: PyTree) -> PyTree:
       ValueError: the remainders are not those of these parameters, or of two
         optimizers.
     """
-    if find_half_storage(params) and not find_half_storage(opt_state):
-        raise ValueError(
-            "full_parameters: expected the parameters, then the optimizer's state, got "
-            "the state first; write full_parameters(params, opt_state)"
-        )
     kept = remainders("full_parameters", opt_state)
     leaves = leaves_by_name(with_arrays(params))
     check_pairs("full_parameters", leaves, kept)
@@ -51,13 +46,12 @@ def remainders(function: str, tree: PyTree) -> dict[str, PyTree]:
     """Finds the remainders in a pytree, by the names of their parameters."""
     found: dict[str, PyTree] = {}
     for _, state in find_half_storage(tree):
-        fields = fields_of(state)
-        own = leaves_by_name(with_arrays(fields.get("remainders")))
-        for name in sorted(found.keys() & own.keys()):
+        own = leaves_by_name(with_arrays(fields_of(state).get("remainders")))
+        if found.keys() & own.keys():
             raise ValueError(
-                f"{function}: expected one remainder of parameter {name or 'params'}, "
-                "got those of two optimizers (a GAN's?); pass the state of the "
-                "optimizer that updates these parameters"
+                f"{function}: expected one remainder of each parameter, got those of "
+                "two optimizers (a GAN's?); pass the state of the optimizer that "
+                "updates these parameters"
             )
         found |= own
     return found
@@ -70,16 +64,17 @@ def check_pairs(
     has_all: bool = False,
 ) -> None:
     """Raises an error unless remainders and parameters belong together."""
-    expected = {name: f"bfloat16{[*x.shape]}" for name, x in remainders.items()}
-    missing = {name for name, p in params.items() if has_all and is_bfloat16(p)}
-    for name in sorted(missing | expected.keys()):
+    for name in sorted(params.keys() | remainders.keys()):
         p: Leaf = params.get(name)
+        kept = remainders.get(name)
+        if kept is None and not (has_all and is_bfloat16(p)):
+            continue
+        wanted = "float32" if kept is None else f"bfloat16{[*kept.shape]}"
         got = f"{p.dtype}{[*p.shape]}" if hasattr(p, "dtype") else "none"
-        wanted = expected.get(name, "float32")
         if got != wanted:
             raise ValueError(
                 f"{function}: expected parameter {name or 'params'} to be {wanted}, by "
-                f"the remainders in the state, got {got}; params has {listed(params)}; "
+                f"the remainders in the state, got {got}; params has {[*params][:5]}; "
                 "pass all parameters as init got them, and the state of their own "
                 "optimizer, and apply updates by optax.apply_updates "
                 "(equinox.apply_updates does not cast back)"
@@ -95,8 +90,7 @@ def join(p: Leaf, remainder: PyTree = None) -> Leaf:
     """Returns the float32 value of a half-precision parameter and its remainder."""
     if not holds_half(p):
         return p
-    if any(isinstance(x, jax.ShapeDtypeStruct) for x in (p, remainder)):
-        sharding = getattr(p, "sharding", None)
-        return jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=sharding)
+    if isinstance(p, jax.ShapeDtypeStruct):
+        return p.update(dtype=jnp.float32)
     x = jnp.asarray(p).astype(jnp.float32)
     return x if remainder is None else bfloat16.joined(x, remainder)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -86,8 +85,6 @@ class SpikeGuard(_pytree.Pytree):
       >>> int(state.spikes), int(state.skipped)
       (1, 1)
     """
-
-    _may_round: ClassVar[bool] = True
 
     threshold: float = 6.0
     decay: float = 0.99

@@ -22,7 +22,6 @@ from .._state import (
     find_half_storage,
     find_loss_scale_states,
     is_nothing,
-    started,
 )
 from .._tree import is_data, is_inexact, map_inexact, promote_to_float32
 from .._types import Flag, Function, Leaf, PyTree
@@ -134,7 +133,7 @@ class _SkippingOptimizer:
 
     def init(self, params: optax.Params) -> LossScaleState:
         """Returns the state before the first step."""
-        inner_state = started("with_loss_scale", self.inner, params)
+        inner_state = self.inner.init(params)
         if nested := find_loss_scale_states(inner_state):
             raise ValueError(
                 "with_loss_scale: expected an optimizer without a loss scale, got one "

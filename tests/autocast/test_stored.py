@@ -362,9 +362,29 @@ def read_in_shards(d, t, w):
     return near(read(t, d.ids) @ w, d.y)
 
 
+def rows_on_explicit_axes(gradient):
+    """Its gradient, whose lookup says where the rows lie."""
+
+    def run(d, *weights):
+        with jax.set_mesh(EXPLICIT):
+            ids = jax.device_put(d.ids, NamedSharding(EXPLICIT, P(None)))
+            return jax.jit(gradient)(d._replace(ids=ids), *weights)
+
+    return run
+
+
+def placed_rows(table, ids):
+    return table.at[ids].get(out_sharding=NamedSharding(EXPLICIT, P(None, None)))
+
+
 AROUND = {  # program and weights, what is around, and how often the sum is rounded
     "shard_map": ((MAP, W), in_shards, 1),
     "Explicit axes": ((MAP, W), on_explicit_axes, 1),
+    "Explicit axes, a table": (
+        (rows_of(placed_rows), TABLE, W),
+        rows_on_explicit_axes,
+        1,
+    ),
     "vmap": ((MAP, W), in_groups, 1),
     # Each device rounds its part, and the sum of the parts is half precision.
     "shard_map, a table": (PROGRAMS["index"], in_shards, 4),

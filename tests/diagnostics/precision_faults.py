@@ -86,12 +86,6 @@ def reversed_sum(x):
     return lax.cumsum(jnp.tile(x, 99), reverse=True).astype(F16)[0]  # !half-sum
 
 
-def sum_over_a_window(x: F16):
-    h = jnp.tile(x, 128)
-    zero = np.float16(0)
-    return lax.reduce_window(h, zero, lax.add, (8192,), (1,), "VALID")  # !half-sum
-
-
 def segment_sum(x: F16):
     return jax.ops.segment_sum(jnp.tile(x, 200), jnp.zeros(12800, int), 2)  # !half-sum
 

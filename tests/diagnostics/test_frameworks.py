@@ -115,12 +115,6 @@ MISTAKES = {
     "aux": ((lambda w: (half(w), w), W), {}, "pass has_aux=True"),
     "no aux": ((half, W), {"has_aux": True}, r"\(loss, aux\) with has_aux"),
     "text": ((lambda w: "loss", W), {}, "scalar loss, got a str"),
-    "no argnums": (
-        (half, W),
-        {"argnums": ()},
-        r"differentiate, got none at argnums=\(\)",
-    ),
-    "nothing": ((half, {}), {}, "differentiate, got none at argnums=0"),
 }
 
 

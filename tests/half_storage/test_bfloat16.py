@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import one_of
 from jax import lax
 
 from jmp_scale._half_storage import bfloat16
@@ -20,14 +19,14 @@ def values():
     return np.float32(mantissas * 2.0 ** random.randint(-120, 120, 4000))
 
 
-@pytest.mark.parametrize("part", one_of(2, [0, 0.3, 0.5, 0.8, 1]))
+@pytest.mark.parametrize("part", [0, 0.3, 1])
 def test_noise_chooses_a_neighbor_by_the_share_of_the_way_to_it(part):
     x = values()
     near = x.view(np.uint32) & np.uint32(0xFFFF0000)
     far = (near + np.uint32(2**16)).view(np.float32)
     near = near.view(np.float32)
     noise = min(int(part * 2**16), 2**16 - 1)
-    made = np.asarray(bfloat16.rounded(jnp.asarray(x), jnp.int32(noise)))
+    made = np.asarray(bfloat16.rounded(jnp.asarray(x), jnp.uint16(noise)))
     share = (np.float64(x) - near) / (np.float64(far) - near)
     clear = np.abs(share + part - 1) > 2.0**-15
     expected = np.where(share + part > 1, far, near)
@@ -38,7 +37,7 @@ def test_noise_chooses_a_neighbor_by_the_share_of_the_way_to_it(part):
 
 @pytest.mark.parametrize("noise", [None, 0, 2**16 - 1])
 def test_zeros_and_values_that_are_not_finite_stay_as_they_are(noise):
-    noise = noise if noise is None else jnp.int32(noise)
+    noise = noise if noise is None else jnp.uint16(noise)
     x = jnp.float32([0.0, -0.0, np.inf, -np.inf])
     made = bfloat16.rounded(x, noise)
     np.testing.assert_array_equal(made, x)
@@ -72,7 +71,7 @@ def test_a_zero_with_an_old_remainder_is_not_nan():
 
 def test_the_derivatives_are_those_of_exact_values():
     one, two = jnp.float32(1.001), jnp.float32(0.0)
-    noise, rest = jnp.int32(3), jnp.int16(5)
+    noise, rest = jnp.uint16(3), jnp.int16(5)
     assert jax.grad(bfloat16.rounded)(one, noise) == 1
     assert jax.grad(bfloat16.joined)(one, rest) == 1
     assert jax.grad(bfloat16.change, (0, 1))(one, two) == (1, -1)

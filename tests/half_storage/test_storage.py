@@ -45,12 +45,13 @@ def half(tree, dtype=jnp.bfloat16):
 
 
 HALF = half(PARAMS)
+LABELS = {"w": "a", "b": "b"}
 
 
 # Parameters.
 
 # Those that differ most in what they do; all others are slow tests.
-TYPICAL = {"adamw", "masked", "multi_steps", "muon", "sam", "set_to_zero"}
+TYPICAL = {"adamw", "masked", "multi_steps", "sam", "set_to_zero"}
 
 
 def rounded(x):
@@ -79,7 +80,7 @@ def every_size():
     """Parameters, and updates of each: some to its size, and some of any other."""
     largest, tiny = (float(getattr(jnp.finfo("bfloat16"), x)) for x in ("max", "tiny"))
     some = np.random.RandomState(0).randint(0, 2**16, 100).astype(np.uint16)
-    named = [0, -0.0, 1, 2, np.inf, np.nan, largest, -largest, tiny, -tiny, 2.0**-24]
+    named = [0, -0.0, 1, np.inf, np.nan, largest, -largest, tiny, -tiny, 2.0**-24]
     params = lax.bitcast_convert_type(jnp.array(some), jnp.bfloat16)
     params = jnp.append(params, jnp.array(named, jnp.bfloat16))
     moves = [0, -0.0, 1e-3, -2, 3e38, -3e38, 65504, -7e4, 1e-30, -(2.0**-25)]
@@ -134,15 +135,11 @@ def test_mixed_trees_keep_what_is_not_bfloat16_as_it_is():
     assert [values[key] is params[key] for key in "fiq"] == [True] * 3
 
 
-@pytest.mark.parametrize(
-    "nest",
-    [
-        lambda tx: optax.partition({"a": tx, "b": tx, "c": tx}, {"w": "a", "b": "b"}),
-        lambda tx: optax.MultiSteps(tx, 1).gradient_transformation(),
-    ],
-)
-def test_nothing_is_lost_at_any_depth_of_a_loss_scale(nest):
+def test_nothing_is_lost_at_any_depth_of_a_loss_scale():
     # Steps as large as the parameters: updates of 8 bits would miss the rounding.
+    def nest(tx):
+        return optax.partition({"a": tx, "b": tx, "c": tx}, LABELS)
+
     inner = nest(optax.sgd(0.37))
     tx = with_loss_scale(nest(with_half_storage(optax.sgd(0.37))))
     params, plain = HALF, PARAMS
@@ -155,7 +152,7 @@ def test_nothing_is_lost_at_any_depth_of_a_loss_scale(nest):
     assert_bitwise_equal(full_parameters(params, state), plain)
 
 
-@pytest.mark.parametrize("value", one_of(3, [1.2345, -3e-5, 65501.0]))
+@pytest.mark.parametrize("value", one_of(2, [1.2345, -3e-5]))
 def test_stochastic_parameters_are_right_in_the_mean_of_two_neighbors(value):
     x = jnp.full(100_000, value, jnp.float32)
     params = x.astype(jnp.bfloat16)
@@ -166,17 +163,6 @@ def test_stochastic_parameters_are_right_in_the_mean_of_two_neighbors(value):
     assert low < value < high
     spread = (high - low) / 2 / np.sqrt(x.size)  # of the mean, at most
     assert abs(made.mean() - np.float64(x[0])) < 4 * spread
-
-
-def test_values_that_need_no_rounding_stay_under_a_key():
-    params, _ = every_size()
-    tx = with_half_storage(optax.identity(), **STOCHASTIC)
-    zeros = jnp.zeros(params.shape)
-    updates, state = tx.update(zeros, tx.init(params), params)
-    made = optax.apply_updates(params, updates)
-    expected = (params + zeros.astype(jnp.bfloat16))[~jnp.isnan(params)]
-    assert_bitwise_equal(made[~jnp.isnan(made)], expected)
-    assert jax.tree.leaves(state.remainders) == []
 
 
 # Averages.
@@ -194,15 +180,10 @@ FIELDS = {
     "inject_hyperparams": ("mu nu", ""),
     "amsgrad": ("mu nu", "nu_max"),
     "schedule_free_adamw": ("nu", "z"),
-    "sm3": ("nu", "mu"),
-    "novograd": ("mu", ""),
-    "lamb": ("mu nu", ""),
     "adan": ("m v n", "g"),
     "ademamix": ("m1 m2 nu", ""),
-    "simplified_ademamix": ("m n", ""),
     "adadelta": ("e_g e_x", ""),
     "signum": ("ema", ""),
-    "prodigy": ("exp_avg exp_avg_sq", "grad_sum params0"),
 }
 
 
@@ -227,7 +208,7 @@ def test_the_averages_are_bfloat16(name):  # older versions of Optax lack some
     assert found == tuple(set(text.split()) for text in FIELDS[name])
 
 
-@by_name({"adamw", "multi_steps", "schedule_free_adamw"}, FIELDS)
+@by_name({"adamw", "multi_steps"}, FIELDS)
 def test_the_first_step_is_that_of_the_optimizer_and_its_state_is_rounded(name):
     inner, tx = stored_of(name)
     state = tx.init(PARAMS)
@@ -257,19 +238,17 @@ KEEPING = optimizer(
 
 
 TX = with_half_storage(KEEPING, **ADAMS)
-keep = jax.jit(lambda x: TX.update(x, TX.init(x), x)[1].inner_state)
 
 
 def stored(x):
     """(mu, nu) of one step after which both are x, as float64 numbers."""
-    x = jnp.broadcast_to(jnp.float32(x), 10_000)
-    return [np.float64(leaf) for leaf in keep(x)]
+    return [np.float64(a) for a in TX.update(x, TX.init(x), x)[1].inner_state]
 
 
-@pytest.mark.parametrize("value", [1.2345, -3e-5, 2.0**-126 * 1.001, 3.3e38])
+@pytest.mark.parametrize("value", one_of(2, [1.2345, 2.0**-126 * 1.001, -3e-5]))
 def test_an_average_becomes_one_of_two_neighbors_and_is_right_in_the_mean(value):
     x = np.float64(np.float32(value))
-    for made in stored(value):
+    for made in stored(jnp.full(10_000, value)):
         low, high = np.unique(made)
         assert low < x < high
         assert abs(high - low) <= 2.0**-7 * abs(x)
@@ -278,17 +257,15 @@ def test_an_average_becomes_one_of_two_neighbors_and_is_right_in_the_mean(value)
         assert abs(made.mean() - x) < 4 * deviation
 
 
-LARGEST = float(np.finfo(np.float32).max)
-STAY = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.5, -(2.0**-126), LARGEST, -LARGEST]
-
-
-@pytest.mark.parametrize("value", STAY)
-def test_what_needs_no_rounding_stays_and_none_becomes_infinite(value):
+def test_what_needs_no_rounding_stays_and_none_becomes_infinite():
     largest = float(jnp.finfo(jnp.bfloat16).max)
-    stays = np.clip(value, -largest, largest) if np.isfinite(value) else value
-    for made in stored(value):
-        np.testing.assert_array_equal(made, np.full(10_000, stays))
-        assert (np.signbit(made) == np.signbit(value)).all()
+    stays = np.float32([0.0, -0.0, np.inf, -np.inf, np.nan, 1.5, -(2.0**-126)])
+    above = np.finfo(np.float32).max * np.float32([1, -1, 0.999])
+    x = np.tile(np.append(stays, above), 1000)
+    expected = np.where(np.isfinite(x), np.clip(x, -largest, largest), x)
+    for made in stored(jnp.asarray(x)):
+        np.testing.assert_array_equal(made, expected)
+        assert (np.signbit(made) == np.signbit(x)).all()
 
 
 def test_an_average_of_squares_decays_where_rounded_to_nearest_it_stands_still():
@@ -313,23 +290,11 @@ def test_an_average_of_squares_decays_where_rounded_to_nearest_it_stands_still()
 
 @pytest.mark.parametrize(
     ("inner", "averages"),
-    one_of(
-        4,
-        itertools.product(
-            [
-                optax.rmsprop(0.1, centered=True),
-                optax.rmsprop(0.1, centered=True, momentum=0.9),
-                optax.scale_by_stddev(bias_correction=True),
-                optax.chain(optax.masked(optax.scale_by_stddev(), True)),
-                optax.partition({"a": optax.rmsprop(0.1, centered=True)}, "a"),
-                optax.MultiSteps(
-                    optax.rmsprop(0.1, centered=True), 2
-                ).gradient_transformation(),
-                optax.inject_hyperparams(optax.rmsprop)(0.1, centered=True),
-            ],
-            [("mu", "nu"), ("mu",), ("nu",)],
-        ),
-    ),
+    [
+        (optax.rmsprop(0.1, centered=True, momentum=0.9), ("mu", "nu", "trace")),
+        (optax.chain(optax.masked(optax.scale_by_stddev(), True)), ("mu",)),
+        (optax.inject_hyperparams(optax.rmsprop)(0.1, centered=True), ("nu",)),
+    ],
 )
 def test_averages_that_are_subtracted_from_each_other_are_refused(inner, averages):
     tx = with_half_storage(inner, averages=averages, key=KEY)
@@ -359,16 +324,10 @@ def test_noise_differs_by_average_parameter_and_step():
     assert len({*map(tuple, keys)}) == 3
 
 
-BOTH = pytest.mark.parametrize(
-    ("kinds", "dtype"), [(TRACE, jnp.float32), (STOCHASTIC, jnp.bfloat16)]
-)
-
-
-@BOTH
-def test_rounding_is_alike_under_every_layout(kinds, dtype):
-    kinds = kinds | {"key": jax.random.key_data(KEY)}
+def test_rounding_is_alike_under_every_layout():
+    kinds = STOCHASTIC | TRACE | {"key": jax.random.key_data(KEY)}
     tx = with_half_storage(optax.sgd(0.1, momentum=0.9), **kinds)
-    x = jax.random.normal(jax.random.key(1), (16, 24)).astype(dtype)
+    x = jax.random.normal(jax.random.key(1), (16, 24), jnp.bfloat16)
 
     @jax.jit
     def steps(x):
@@ -378,22 +337,22 @@ def test_rounding_is_alike_under_every_layout(kinds, dtype):
             params = optax.apply_updates(params, updates)
         return params, state
 
-    for spec in (jax.P("i", "j"), jax.P(None, "i")):
-        assert_bitwise_equal(steps(sharded(x, TWO_AXES, spec)), steps(x))
+    assert_bitwise_equal(steps(sharded(x, TWO_AXES, jax.P("i", "j"))), steps(x))
     in_map = jax.shard_map(steps, mesh=TWO_AXES, in_specs=jax.P(), out_specs=jax.P())
     assert_bitwise_equal(jax.jit(in_map)(x), steps(x))
 
 
-@BOTH
-def test_the_members_of_an_ensemble_round_apart_with_keys_of_their_own(kinds, dtype):
+def test_the_members_of_an_ensemble_round_apart_with_keys_of_their_own():
+    kinds = STOCHASTIC | TRACE
     tx = with_half_storage(optax.sgd(2.0**-9, momentum=0.9), **kinds)
-    x = jnp.full((3, 100), 1.2345, dtype)
+    x = jnp.full((3, 100), 1.2345, jnp.bfloat16)
+    grads = jnp.full((3, 100), 1.2345)
     keys = jax.vmap(jax.random.key_data)(jax.random.split(KEY, 3))
     states = jax.vmap(tx.init)(x)._replace(rounding_key=keys)
-    made = jax.jit(jax.vmap(tx.update))(x, states, x)
-    drawn = made[0] if dtype == jnp.bfloat16 else made[1].inner_state[0].trace
-    assert len(np.unique(np.float32(drawn), axis=0)) == 3
-    alone = jax.jit(tx.update)(*jax.tree.map(lambda a: a[1], (x, states, x)))
+    made = jax.jit(jax.vmap(tx.update))(grads, states, x)
+    for drawn in (made[0], made[1].inner_state[0].trace):
+        assert len(np.unique(np.float32(drawn), axis=0)) == 3
+    alone = jax.jit(tx.update)(*jax.tree.map(lambda a: a[1], (grads, states, x)))
     assert_bitwise_equal(jax.tree.map(lambda a: a[1], made), alone)
 
 
@@ -411,15 +370,8 @@ def test_a_parameter_of_adamw_takes_14_12_10_or_8_bytes(kinds, beside):
     assert size // params.size == beside  # and 4 for the parameter and its gradient
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kinds"),
-    [
-        (jnp.float32, TRACE),
-        (jnp.bfloat16, {}),
-        (jnp.bfloat16, STOCHASTIC | TRACE),
-    ],
-)
-def test_the_derivative_through_steps_is_that_of_float32_storage(dtype, kinds):
+@pytest.mark.parametrize("kinds", [{}, STOCHASTIC | TRACE])
+def test_the_derivative_through_steps_is_that_of_float32_storage(kinds):
     params = {"w": jnp.ones((4, 2)), "z": jnp.zeros(3)}
 
     def trained(c, tx, params):
@@ -432,23 +384,19 @@ def test_the_derivative_through_steps_is_that_of_float32_storage(dtype, kinds):
 
     inner = optax.sgd(0.1, momentum=0.9)
     expected = jax.grad(trained)(1.1, inner, params)
-    found = jax.grad(trained)(
-        1.1, with_half_storage(inner, **kinds), half(params, dtype)
-    )
+    found = jax.grad(trained)(1.1, with_half_storage(inner, **kinds), half(params))
     # Cotangents of bfloat16 arrays are bfloat16. Without the momentum it is 40 % less.
     np.testing.assert_allclose(found, expected, rtol=0.01)
 
 
-SKIPPED = [
-    ("multi_steps", ADAMS, jnp.float32),
-    ("adamw", {}, jnp.bfloat16),
-    ("adamw", STOCHASTIC, jnp.bfloat16),
-    ("muon", ADAMS, jnp.float32),
-    ("adamw", STOCHASTIC | ADAMS, jnp.bfloat16),
-]
-
-
-@pytest.mark.parametrize(("name", "kinds", "dtype"), one_of(2, SKIPPED))
+@pytest.mark.parametrize(
+    ("name", "kinds", "dtype"),
+    [
+        ("multi_steps", ADAMS, jnp.float32),
+        ("adamw", STOCHASTIC | ADAMS, jnp.bfloat16),
+        pytest.param("adamw", {}, jnp.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 def test_a_skipped_step_changes_no_bit_and_init_does_not_warn(name, kinds, dtype):
     inner = with_half_storage(OPTIMIZERS[name], **kinds)
     tx = with_loss_scale(inner, DynamicLossScale(8.0))
@@ -463,47 +411,37 @@ def test_a_skipped_step_changes_no_bit_and_init_does_not_warn(name, kinds, dtype
     assert (state.skipped, step._cache_size()) == (1, 1)
 
 
-LABELS = {"w": "a", "b": "b"}
 WRAPPERS = {
     "MultiSteps": lambda t: optax.MultiSteps(t, 2).gradient_transformation(),
     "partition": lambda t: optax.partition({"a": t, "b": t}, LABELS),
     "masked": lambda t: optax.masked(t, {"w": True, "b": False}),
-    "chain": lambda t: optax.chain(optax.clip(1.0), t),
-    "lookahead": lambda t: optax.lookahead(t, 2, 0.5),
-    "apply_if_finite": lambda t: optax.apply_if_finite(t, 1),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "order"),
-    one_of(4, itertools.product(WRAPPERS, ["around", "within"])),
+    one_of(3, itertools.product(WRAPPERS, ["around", "within"])),
 )
 def test_averages_train_around_and_within_other_wrappers(name, order):
     wrap, inner = WRAPPERS[name], optax.adam(2.0**-7)
-    within = order == "within"
     store = functools.partial(with_half_storage, **ADAMS)
-    tx = wrap(store(inner)) if within else store(wrap(inner))
+    tx = wrap(store(inner)) if order == "within" else store(wrap(inner))
     found = []
     for each in (tx, wrap(inner)):
-        params = PARAMS
-        if name == "lookahead":
-            params = optax.LookaheadParams.init_synced(params)
-        state, step = each.init(params), jax.jit(each.update)
+        params, state, step = PARAMS, each.init(PARAMS), jax.jit(each.update)
         for grads in STEPS:
             updates, state = step(grads, state, params)
             params = optax.apply_updates(params, updates)
         assert step._cache_size() == 1
-        found.append(params.fast if name == "lookahead" else params)
-        is_ours = each is tx
-        assert ("nu" in fields_of(state, jnp.bfloat16)) == is_ours
+        found.append(params)
+        assert ("nu" in fields_of(state, jnp.bfloat16)) == (each is tx)
     # Two percent of four steps.
     close = functools.partial(np.testing.assert_allclose, atol=0.02 * 4 * 2.0**-7)
     jax.tree.map(close, *found)
 
 
-@pytest.mark.parametrize("dtype", one_of(2, ["bfloat16", "float16"]))
-def test_averages_that_the_optimizer_keeps_in_half_precision_are_bfloat16(dtype):
-    tx = with_half_storage(optax.adam(0.1, mu_dtype=dtype), **ADAMS)
+def test_averages_that_the_optimizer_itself_stores_in_half_precision_are_bfloat16():
+    tx = with_half_storage(optax.adam(0.1, mu_dtype=jnp.float16), **ADAMS)
     state, step = tx.init(PARAMS), jax.jit(tx.update)
     for _ in range(2):
         _, state = step(PARAMS, state, PARAMS)
@@ -607,12 +545,6 @@ def update(of, params=HALF, grads=GOOD, given=HALF, **kinds):
 EXACT = with_half_storage(optax.adam(0.1))
 RIGHT_ORDER = r"write with_loss_scale\(with_half_storage\(optimizer\)\)"
 MISTAKES = [
-    (
-        init(optax.adam(0.1), averages="mu", key=KEY),
-        TypeError,
-        r'names of fields, got \'mu\'; write averages=\("mu", "nu"\)',
-    ),
-    (init(optax.adam(0.1), remainders="no"), TypeError, "remainders to be True or F"),
     (init(optax.adam(0.1), averages=["mu"]), ValueError, "expected a key .*got None"),
     (
         init(optax.adam(0.1), HALF, remainders=False, key=jax.random.split(KEY)),
@@ -626,40 +558,21 @@ MISTAKES = [
         "got b of float16: with its remainder it takes 6 bytes, .* takes 4",
     ),
     (
-        init(optax.adam(0.1), {"f": jax.nn.relu}),
-        TypeError,
-        r"got a .* at params\['f'\]; .*equinox.filter\(",
-    ),
-    (
-        init(OPTIMIZERS["adan"], **ADAMS),
-        ValueError,
-        r"\['mu', 'nu'\], .* got one with g \(float32\), m \(float32\), .* pass the n",
-    ),
-    (
         init(optax.adam(0.1), **ADAMS | TRACE | {"averages": ("mu", "trace")}),
         ValueError,
         r"called \['trace'\], .* got one with mu \(float32\), nu",
     ),
-    (
-        init(optax.sgd(0.1), **ADAMS),
-        ValueError,
-        "got one with no such fields; .*leave this optimizer",
-    ),
+    (init(optax.sgd(0.1), **ADAMS), ValueError, "got one with no such fields"),
     (init(with_loss_scale(optax.adam(0.1)), **ADAMS), ValueError, RIGHT_ORDER),
     (init(optax.chain(ADAM, optax.identity()), HALF), ValueError, RIGHT_ORDER),
-    (update(optax.adam(0.1)), TypeError, "State .*got a tuple of length 2; .*restore"),
-    (update(EXACT, given=None), ValueError, "the parameters, got None; write update"),
+    (update(EXACT, given=None), ValueError, "pass all parameters as init got them"),
     (
         update(EXACT, given=PARAMS),
         ValueError,
         r"parameter b to be bfloat16\[2\], .*got",
     ),
     (update(EXACT, given={"b": HALF["b"]}), ValueError, "parameter w .*got none"),
-    (
-        update(with_half_storage(optax.adam(0.1), **ADAMS), **STOCHASTIC),
-        ValueError,
-        "of one with the same averages= and remainders=, got that of another",
-    ),
+    (update(EXACT, **ADAMS), ValueError, "same averages= and remainders=, got that"),
     (
         update(with_half_storage(optax.adam(0.1), **ADAMS), PARAMS, **ADAMS),
         ValueError,

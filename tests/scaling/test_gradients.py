@@ -51,9 +51,14 @@ def test_a_loss_scale_of_this_step_does_not_warn(call):
 
 
 @BOTH
-@pytest.mark.parametrize("loss_scale", EVERY_KIND)
-@pytest.mark.parametrize("has_aux", [False, True])
-@pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
+@pytest.mark.parametrize(
+    ("loss_scale", "has_aux", "argnums"),
+    [
+        (EVERY_KIND[0], True, 0),
+        (EVERY_KIND[1], False, 1),
+        (EVERY_KIND[2], True, (0, 1)),
+    ],
+)
 def test_values_and_structure_are_those_of_jax(function, loss_scale, has_aux, argnums):
     def fun(a, b, *, shift):
         loss = (a["w"] ** 2 * b).sum() + shift

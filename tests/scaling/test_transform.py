@@ -243,9 +243,9 @@ def test_an_optimizer_may_start_with_numpy_arrays_of_64_bits():
     np.testing.assert_array_equal(state.inner_state["m"], np.full(3, 0.25))
 
 
-@pytest.mark.parametrize("guard", [None, SpikeGuard()])
-def test_no_tracer_leaks_from_a_step_or_its_derivative(guard):
-    tx = jmp_scale.with_loss_scale(optax.adamw(0.1), DynamicLossScale(), guard=guard)
+def test_no_tracer_leaks_from_a_step_or_its_derivative():
+    guard = SpikeGuard()
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), DynamicLossScale(), guard=guard)
 
     def loss_fn(params):
         return sum(jnp.sum(p**2) for p in jax.tree.leaves(params))

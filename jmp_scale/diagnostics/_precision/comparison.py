@@ -19,7 +19,6 @@ from .._backward import (
     Backward,
     Loss,
     concrete_arrays,
-    described,
     narrow_dtypes,
     start_of,
 )
@@ -35,7 +34,6 @@ _LOST = 0.5  # a leaf that loses more than this share of its elements is lost
 NOT_FINITE = "Float32 is not finite itself: run diagnose_nonfinite(loss, 1, ...)."
 
 
-@printed
 class LeafComparison(NamedTuple):
     """One leaf of the gradient in half precision, compared with float32.
 
@@ -164,11 +162,6 @@ def compare_gradients(
     """
     function = "compare_gradients"
     given = args, argnums, has_aux, transform
-    if callable(half_loss) and not callable(loss):
-        raise TypeError(
-            f"{function}: expected two functions before their arguments, got one and "
-            f"{described(loss)}; write {function}(half_loss, loss, params, batch)"
-        )
     half, full = (Loss(function, fun, *given) for fun in (half_loss, loss))
     start = start_of(function, loss_scale)
     tried = () if loss_scales is None else tuple(sorted(map(float, loss_scales)))
@@ -184,8 +177,6 @@ def compare_gradients(
     reference = Reference(run, wide)
     found = reference.compared(*start.found(lambda s: run_half(s, arrays)))
     found = found._replace(holds_half=bool(dtypes))
-    if not math.isfinite(found.loss) or not math.isfinite(found.half_loss):
-        return found  # no loss scale changes a forward pass
     at = [reference.compared(run_half(jnp.float32(s), arrays), s) for s in tried]
     works = [one.is_precise for one in at]
     errors = [[leaf.error for leaf in one.leaves if not leaf.is_noise] for one in at]
@@ -285,12 +276,12 @@ def _verdict(found: GradientComparison) -> str:
         return "Nothing was compared: no number of half_loss is half precision."
     # Another loss scale helps if any works.
     cure = "" if found.window else " sensitive_products finds what must stay float32."
-    if not math.isfinite(found.half_loss):
-        return f"Not precise enough: the loss is not finite in half precision.{cure}"
-    if not all(leaf.finite for leaf in found.leaves):
+    is_forward = not math.isfinite(found.half_loss)
+    if is_forward or not all(leaf.finite for leaf in found.leaves):
         return (
-            "Not precise enough: the gradient is not finite at loss scale "
-            f"{power(found.loss_scale)}: run diagnose_nonfinite(half_loss, ...)."
+            f"Not precise enough: the {'loss' if is_forward else 'gradient'} is not "
+            f"finite at loss scale {power(found.loss_scale)}: run "
+            "diagnose_nonfinite(half_loss, ...)."
         )
     lost = [leaf for leaf in found.leaves if leaf.is_lost]
     if lost:

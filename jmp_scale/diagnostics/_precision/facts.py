@@ -49,9 +49,7 @@ def of_constant(value: object, dtype: str) -> Fact:
     low, high = float(array.min()), float(array.max())
     values = np.unique(array)
     has_few = values.size <= _MOST_OF_A_MASK
-    # The least of many values may become 0, as at the ends of a window.
-    ends = [value for value in (low, high) if abs(value) > 1]
-    extreme = next(filter(is_lost, values.tolist() if has_few else ends), 0.0)
+    extreme = next(filter(is_lost, values.tolist() if has_few else ()), 0.0)
     return Fact(low, high, extreme)
 
 
@@ -78,16 +76,10 @@ def join(a: Fact, b: Fact) -> Fact:
 
 def transfer(eqn: JaxprEqn, facts: Sequence[Fact]) -> list[Fact]:
     """Returns the facts of the outputs of an equation without nested jaxprs."""
-    outs = opaque(eqn)
-    if len(outs) == 1:
-        rule = _RULES.get(eqn.primitive.name)
-        outs = outs if rule is None else [rule(eqn, *facts)]
-    return outs
-
-
-def opaque(eqn: JaxprEqn) -> list[Fact]:
-    """Returns the facts of the outputs of an equation that cannot be read."""
-    return [of_atom(v) for v in eqn.outvars]
+    rule = _RULES.get(eqn.primitive.name)
+    if rule is None or len(eqn.outvars) != 1:
+        return [of_atom(v) for v in eqn.outvars]
+    return [rule(eqn, *facts)]
 
 
 # Bounds, extremes, epsilons and sums.
@@ -179,11 +171,6 @@ def _sum(eqn: JaxprEqn, x: Fact) -> Fact:
     return Fact(x.low * count, x.high * count, summed=summed)
 
 
-def _iota(eqn: JaxprEqn) -> Fact:
-    count = shape(eqn.outvars[0])[eqn.params["dimension"]]
-    return Fact(0.0, float(max(count - 1, 0)))
-
-
 _FUNCTIONS: dict[str, Function] = {
     "abs": np.abs,
     "add": np.add,
@@ -210,7 +197,6 @@ _RULES: dict[str, Callable[..., Fact]] = {
     **dict.fromkeys(["erf", "sign", "sin", "cos"], lambda eqn, x: Fact(-1.0, 1.0)),
     "cumsum": lambda eqn, x: join(_sum(eqn, x), x),
     "integer_pow": lambda eqn, x: _power(eqn, x, eqn.params["y"]),
-    "iota": _iota,
     "logistic": lambda eqn, x: Fact(0.0, 1.0),
     "mul": _mul,
     "reduce_sum": _sum,
@@ -224,14 +210,9 @@ def entries_added(eqn: JaxprEqn) -> int:
     match eqn.primitive.name:
         case "cumsum":
             return shape(eqn.invars[0])[eqn.params["axis"]]
-        case "reduce_window_sum":
-            return math.prod(eqn.params["window_dimensions"])
         case "reduce_sum":
             return size(eqn.invars[0]) // max(size(eqn.outvars[0]), 1)
         case "scatter-add":
             # Some element receives at least this many updates.
             return size(eqn.invars[2]) // max(size(eqn.invars[0]), 1)
-        case "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            return math.prod(shape(eqn.invars[0])[axis] for axis in contracted)
     return 0

@@ -1,7 +1,7 @@
-"""A float32 program with a flag for each matrix product: half precision or not.
+"""A float32 program with a flag for each line with products: half precision or not.
 
-It is traced once. Each product gets a number in its name scopes, by which the
-interpreter of `autocast` finds it in loops, branches and derivative rules.
+It is traced once. Each product names the number of its group in its name scopes, by
+which the interpreter of `autocast` finds it in loops, branches and derivative rules.
 """
 
 import dataclasses
@@ -33,19 +33,18 @@ from .comparison import GradientComparison, Reference, judged_error
 from .work import flops
 
 _NUMBER = re.compile(r"float32_or_half_(\d+)")
-_MOST_FLAGS = 4096  # flags of the compiled program; further products share the last
+_MOST_FLAGS = 4096  # flags of the compiled program, one for each group
 
 
 @dataclasses.dataclass(eq=False)
 class ProductGroup:
     """The matrix products and convolutions of one line of the program, in one scope."""
 
+    number: int
     # A product or a call with a rule, after those around it.
     equations: tuple[JaxprEqn, ...]
     place: Place
-    # Those that `autocast` casts, and their floating-point operations forward.
-    numbers: list[int] = dataclasses.field(default_factory=list)
-    work: int = 0
+    work: int = 0  # floating-point operations forward
     alone: float = math.nan  # errors as in `SensitiveProduct`, where it is measured
     without: float = math.nan
 
@@ -84,15 +83,14 @@ class Probe:
         arrays, rejoin = concrete_arrays(loss.function, loss.args)
         # As the gradients of `compare_gradients`, these are of float32 parameters.
         self._arrays = promote_to_float32(arrays)
-        self._products: list[tuple[ProductGroup, int]] = []  # group and work, by number
         self._by_place: dict[Hashable, ProductGroup] = {}
-        self._cast: set[int] = set()  # numbers of those that `autocast` casts
+        cast: set[int] = set()  # numbers of those that `autocast` casts
         self.work = 0  # of all
 
         def program(
             flags: jax.Array, s: jax.Array, arrays: list[jax.Array]
         ) -> Backward:
-            fun = functools.partial(self._flagged, flags)
+            fun = functools.partial(self._flagged, flags, cast)
             flagged = dataclasses.replace(loss, fun=fun, has_aux=False)
             return flagged.run(s, rejoin(arrays))
 
@@ -102,11 +100,9 @@ class Probe:
         in_float32 = np.zeros(_MOST_FLAGS, bool), jnp.float32(1)
         run = functools.partial(self._program, *in_float32)
         self.reference = Reference(run, self._arrays)
-        for number in sorted(self._cast):
-            group, work = self._products[number]
-            group.numbers.append(number)
-            group.work += work
-        self.groups = [group for group in self._by_place.values() if group.numbers]
+        self.groups = [
+            group for group in self._by_place.values() if group.number in cast
+        ]
 
     def error(self, half: Sequence[ProductGroup]) -> float:
         """Returns the error of the gradient with these products in half precision."""
@@ -119,10 +115,10 @@ class Probe:
 
     def run(self, half: Sequence[ProductGroup], s: ArrayLike) -> Backward:
         flags = np.zeros(_MOST_FLAGS, bool)
-        flags[[n for group in half for n in group.numbers]] = True
+        flags[[group.number for group in half]] = True
         return self._program(flags, jnp.float32(s), self._arrays)
 
-    def _flagged(self, flags: jax.Array, *args: PyTree) -> jax.Array:
+    def _flagged(self, flags: jax.Array, met: set[int], *args: PyTree) -> jax.Array:
         arrays, rejoin = split_arrays(args)
 
         def loss(*arrays: jax.Array) -> jax.Array:
@@ -137,7 +133,7 @@ class Probe:
             traces=TraceCache(),
             notes=Notes(warned=set()),
             flags=flags,
-            met=self._cast,
+            met=met,
         )
         program = self._numbered(program, (), Place(None, None), 1)
         origins = [Origin.PARAMETER] * len(arrays)
@@ -172,12 +168,10 @@ class Probe:
     def _with_number(
         self, eqn: JaxprEqn, chain: tuple[JaxprEqn, ...], place: Place, times: int
     ) -> JaxprEqn:
-        number = min(len(self._products), _MOST_FLAGS - 1)
-        work = times * sum(map(flops, (eqn, *_jaxpr.equations_within(eqn))))
-        group = ProductGroup(chain, place)
-        key = *place[:2], place.library, group.scopes
-        self._products.append((self._by_place.setdefault(key, group), work))
-        stack = eqn.source_info.name_stack.extend(f"float32_or_half_{number}")
+        new = ProductGroup(len(self._by_place), chain, place)
+        group = self._by_place.setdefault((*place[:2], place.library, new.scopes), new)
+        group.work += times * sum(map(flops, (eqn, *_jaxpr.equations_within(eqn))))
+        stack = eqn.source_info.name_stack.extend(f"float32_or_half_{group.number}")
         return _jaxpr.with_scopes(eqn, stack)
 
 
@@ -185,8 +179,8 @@ class Probe:
 class _Flagged(Interpreter):
     """Evaluates each product in half precision where its flag is set."""
 
-    flags: Any = dataclasses.field(default=None, compare=False)  # bool[N], by number
-    # The numbers of the products that it met.
+    flags: Any = dataclasses.field(default=None, compare=False)  # bool[N], by group
+    # The numbers of the groups that it met.
     met: set[int] = dataclasses.field(default_factory=set, compare=False)
     rule: int = -1  # number of the call whose rule for derivatives this is
 

@@ -47,7 +47,9 @@ def _half_sum(equation: Equation) -> Iterator[Finding]:
     if not is_half(equation.result):
         return
     comes_back = equation.narrows
-    count = equation.ins[0].summed if comes_back else _summed_in_half(equation)
+    count = equation.ins[0].summed if comes_back else 0
+    if is_half(equation.source):
+        count = entries_added(equation.eqn)
     # A gradient that is summed in float32 and rounded once is right.
     if count < _LONG or (comes_back and equation.backward):
         return
@@ -65,12 +67,6 @@ def _half_sum(equation: Equation) -> Iterator[Finding]:
     harm = " and ".join(harms) or "keeps two digits"
     what = f"a sum of {count:,.0f} entries {how} in {equation.result}, which {harm}"
     yield equation.finding("half-sum", severity, f"{what}; {cure}")
-
-
-def _summed_in_half(equation: Equation) -> int:
-    # Matrix products accumulate in float32.
-    is_sum = is_half(equation.source) and equation.name != "dot_general"
-    return entries_added(equation.eqn) if is_sum else 0
 
 
 def _half_square(equation: Equation) -> Iterator[Finding]:

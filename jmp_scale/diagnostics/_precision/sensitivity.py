@@ -1,12 +1,10 @@
 """`sensitive_products`: finds matrix products that must stay float32, by a search."""
 
-import bisect
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
-import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from ..._policy import checked_half
@@ -19,7 +17,6 @@ from .comparison import NOT_FINITE, judged_error
 from .probe import Probe, ProductGroup, where
 
 
-@printed
 class SensitiveProduct(NamedTuple):
     """The matrix products and convolutions of one line, in one name scope.
 
@@ -96,14 +93,13 @@ def sensitive_products(
     ```
     for each line:  measure the error with only this line in half precision, and the
                     error with all other lines in half precision
-    float32 := none   if all lines in half precision are precise enough, else
-               lines  in the order of their own errors, as many as necessary;
-                      then each line that need not, the largest first, is removed
+    float32 := none       if all lines in half precision are precise enough, else
+               all lines  without each that need not, the smallest errors first
     ```
 
-    It is called on the host, compiles the loss once, and runs it twice per line, in
-    float32 with the roundings of `autocast`. The result holds for these parameters and
-    this batch. Lines in different modules are different lines.
+    It is called on the host, compiles the loss once, and runs it two or three times per
+    line, in float32 with the roundings of `autocast`. The result holds for these
+    parameters and this batch. Lines in different modules are different lines.
 
     Args:
       loss: the whole loss in float32, without `autocast`. Its arguments, `argnums`,
@@ -112,8 +108,7 @@ def sensitive_products(
       backward: as in `autocast`.
       loss_scale: as in `compare_gradients`.
       tolerance: the largest error of the gradient, relative to its norm; default 5 %,
-        half of the limit of `compare_gradients`. If the error is at most twice the
-        tolerance, no set with most of the work is recommended.
+        half of the limit of `compare_gradients`.
 
     Raises:
       TypeError: as `compare_gradients`.
@@ -141,30 +136,26 @@ def sensitive_products(
         group.without = probe.error([other for other in groups if other is not group])
     if before > tolerance:
         cure = _loss_scale_at_fault(probe, start, tolerance)
-        required = [] if cure else _required(probe, tolerance)
-        if before <= 2 * tolerance and 2 * _work(required) > _work(groups):
-            left = (_work(groups) - _work(required)) / max(probe.work, 1)
-            cure = (
-                f"Float32 for the lines at fault would leave {percent(left)} of the "
-                f"matrix work in half precision, and {percent(2 * tolerance)} is "
-                f"bearable.{_finer(forward)}"
-            )
-            required = []
-        keep = _names(required, groups)
+        keep = () if cure else _names(_required(probe, tolerance), groups)
     rest = [group for group in groups if not any(map(group.is_kept, keep))]
     after = probe.error(rest) if keep else before
     share = _work(rest) / max(probe.work, 1)
     advice = f"Half precision changes the gradient by {percent(before)}"
     if before <= tolerance:
         advice += ", which is precise enough."
-    elif keep:
+    elif cure:
+        advice += f". {cure}"
+    else:
         call = f'jmp_scale.autocast(loss, "{forward.name}"'
         call += f', backward="{back.name}"' if backward is not None else ""
         advice += f", and by {percent(after)} where this stays float32:"
         advice += f"\n  {call}, keep_float32={keep})"
-        advice += "" if share else f"\nNo smaller set helps. {_way_out(probe, forward)}"
-    else:
-        advice += f". {cure}"
+        if (
+            not rest
+            and forward == "float16"
+            and not all_finite(probe.run(groups, 1).loss)
+        ):
+            advice += "\nThe forward pass leaves float16's range: try bfloat16."
     advice += f"\n{100 * share:.1f} % of the matrix work is half precision."
     total = max(probe.work, 1)
     rows = [
@@ -183,19 +174,15 @@ def sensitive_products(
 
 
 def _required(probe: Probe, tolerance: float) -> list[ProductGroup]:
-    """Returns few products, by matrix work, whose float32 is precise enough."""
-
-    def is_enough(float32: Collection[ProductGroup]) -> bool:
-        rest = [group for group in probe.groups if group not in float32]
-        return probe.error(rest) <= tolerance
-
-    order = sorted(probe.groups, key=lambda group: (-group.alone, group.work))
-    first = range(len(order))  # numbers of products; all are enough
-    count = bisect.bisect_left(first, True, key=lambda n: is_enough(order[:n]))
-    required = order[:count]
-    for group in sorted(required, key=lambda group: -group.work):
-        rest = [other for other in required if other is not group]
-        required = rest if is_enough(rest) else required
+    """Returns few products whose float32 is precise enough."""
+    required = probe.groups
+    for group in sorted(probe.groups, key=lambda group: (group.alone, -group.work)):
+        fewer = [other for other in required if other is not group]
+        if (
+            probe.error([other for other in probe.groups if other not in fewer])
+            <= tolerance
+        ):
+            required = fewer
     return required
 
 
@@ -206,24 +193,10 @@ def _loss_scale_at_fault(probe: Probe, start: Start, tolerance: float) -> str:
     error = judged_error(found)
     if error > tolerance:
         return ""
-    what = f"loss scale {power(found.loss_scale)}"
-    what += "" if start.settles else ", or a DynamicLossScale,"
     return (
-        f"The loss scale is at fault: at {what} it is {percent(error)}. "
-        "compare_gradients finds where to start."
+        f"The loss scale is at fault: at {power(found.loss_scale)} it is "
+        f"{percent(error)}. compare_gradients finds where to start."
     )
-
-
-def _way_out(probe: Probe, dtype: np.dtype) -> str:
-    if dtype == "float16" and not all_finite(probe.run(probe.groups, 1.0).loss):
-        return "The forward pass leaves float16's range: try bfloat16."
-    if len(probe.groups) == 1:
-        return f"It is the only line with products.{_finer(dtype)}"
-    return f"No few products are at fault, their roundings add up.{_finer(dtype)}"
-
-
-def _finer(dtype: np.dtype) -> str:
-    return " float16 has 8 times the digits." if dtype == "bfloat16" else ""
 
 
 def _work(groups: Iterable[ProductGroup]) -> int:
@@ -235,13 +208,11 @@ def _names(
 ) -> tuple[str, ...]:
     """Returns names that match the required groups, and as few others as possible."""
 
-    def cost(name: str) -> tuple[int, int, int]:
-        float32 = [group for group in groups if group.is_kept(name)]
-        others = [group for group in float32 if group not in required]
-        return _work(others), len(others), -len(float32)
+    def others(name: str) -> int:
+        return _work(g for g in groups if g.is_kept(name) and g not in required)
 
     chosen: list[str] = []
     for group in required:
         if not any(map(group.is_kept, chosen)):
-            chosen.append(min(filter(group.is_kept, group.names()), key=cost))
+            chosen.append(min(filter(group.is_kept, group.names()), key=others))
     return tuple(chosen)

@@ -17,7 +17,7 @@ from ..._jaxpr import Atom, Loop, Program, dtype_name, fits, is_literal, open_ja
 from ..._policy import is_half
 from .._source import Place, place_of
 from .equation import Equation, Fact, Finding, SourceLine
-from .facts import join, of_atom, of_constant, opaque, transfer
+from .facts import join, of_atom, of_constant, transfer
 from .rules import faults, half_carry
 
 # These primitives have a jaxpr of scalars that combines two elements.
@@ -128,7 +128,7 @@ class Walk:
             self._run(body, [of_atom(v) for v in inner.invars], equation)
         if not is_call or equation.name not in _jaxpr.known_primitives():
             self._leave_unread(equation)
-        return opaque(eqn)
+        return [of_atom(v) for v in eqn.outvars]
 
     def _loop(self, equation: Equation, loop: Loop) -> list[Fact]:
         # Facts of slices, or of stacked arrays, have another array.

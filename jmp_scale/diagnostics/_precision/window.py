@@ -34,14 +34,9 @@ class Window(NamedTuple):
     def summary(self) -> str:
         """Returns the window in a sentence."""
         text = f"Loss scales from {power(self.lowest)} to {power(self.highest)} work"
-        if self.lowest == self.highest:
-            text = f"Of the loss scales tried, only {power(self.lowest)} works"
         if self.lowest <= 1 <= self.highest:
             return f"{text}, including 1: loss scaling is not needed here."
-        if _LEAST <= self.start <= _MOST:
-            return f"{text}: start from {power(self.start)}."
-        limit = "min_loss_scale" if self.start < _LEAST else "max_loss_scale"
-        return f"{text}, which a DynamicLossScale takes only with another {limit}."
+        return f"{text}: start from {power(self.start)}."
 
 
 def window_of(

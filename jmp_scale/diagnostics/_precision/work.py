@@ -8,11 +8,9 @@ from typing import NamedTuple
 from jax.extend.core import JaxprEqn
 
 from ..._autocast.dot_general import ALGORITHMS
-from ..._autocast.products import stays_float32
+from ..._autocast.products import matrix_sizes, stays_float32
 from ..._jaxpr import PRODUCTS, dtype_name, shape, size
-from .._tables import printed
 from .equation import Equation, Finding
-from .facts import entries_added
 
 _FLOATING = ("float", "bfloat", "complex")
 _NARROW = ("float16", "bfloat16", "float8", "float4")
@@ -20,7 +18,6 @@ _NARROW = ("float16", "bfloat16", "float8", "float4")
 _DTYPES = {preset: dtype for dtype, preset in ALGORITHMS.items()}
 
 
-@printed
 class Operation(NamedTuple):
     """How often a program runs a product in a dtype, forward and backward.
 
@@ -46,9 +43,9 @@ def flops(eqn: JaxprEqn) -> int:
     if name not in PRODUCTS or not dtype_name(eqn.outvars[0]).startswith(_FLOATING):
         return 0
     left, right, result = eqn.invars[0], eqn.invars[1], eqn.outvars[0]
+    if sizes := matrix_sizes(eqn):
+        return 2 * size(result) * math.prod(sizes[0].contracted)
     match name:
-        case "dot_general":
-            return 2 * size(result) * entries_added(eqn)
         case "conv_general_dilated":
             features = shape(right)[eqn.params["dimension_numbers"].rhs_spec[0]]
             # Zeros inside a dilated input are not multiplied.

@@ -143,7 +143,7 @@ def test_a_loss_scale_at_fault_is_told_from_products():
     found = sensitive_products(tiny, *args, loss_scale=1)
     assert found.error_before > 0.5
     assert found.keep == ()
-    assert "at loss scale 2^15, or a DynamicLossScale, it" in found.summary()
+    assert "The loss scale is at fault: at 2^15 it is" in found.summary()
     wide = {"loss_scale": 1, "backward": "bfloat16"}
     assert sensitive_products(tiny, *args, **wide).error_before < 0.05
 
@@ -182,36 +182,6 @@ def test_an_overflow_of_the_forward_pass_names_its_line_and_the_cure():
     assert found.half_share == 0
     assert "try bfloat16" in found.summary()
     assert sensitive_products(large, *args, dtype="bfloat16").keep == ()
-
-
-@pytest.mark.slow
-def test_small_errors_of_many_products_are_nobodys_fault():
-    def deep(w, x):
-        for _ in range(10):
-            x = jnp.sin(2 * x @ w)
-        return jnp.mean(x)
-
-    args = layer(0, 16, 16), normal(1, 8, 16)
-    before = sensitive_products(deep, *args, dtype="bfloat16").error_before
-    limit = {"tolerance": 0.7 * before}
-    found = sensitive_products(deep, *args, dtype="bfloat16", **limit)
-    assert (found.keep, found.half_share) == ((), 1)
-    assert "float16 has 8 times the digits" in found.summary()
-
-
-def test_one_line_with_products_is_at_fault_alone():
-    args = layer(0, 16, 16), 3 * normal(1, 64, 16)
-    wave = lambda w, x: jnp.mean(jnp.sin(9 * (x @ w)))  # noqa: E731
-    mild, severe = (  # its error is 9 %
-        sensitive_products(wave, *args, dtype="bfloat16", tolerance=limit)
-        for limit in (0.06, 0.03)
-    )
-    assert (mild.keep, mild.half_share) == ((), 1)
-    assert "would leave 0 % of the matrix work in half precision" in mild.advice
-    assert severe.error_after == 0
-    assert "It is the only line with products" in severe.advice
-    for found in (mild, severe):
-        assert "No few products" not in found.advice
 
 
 def test_a_program_that_is_not_finite_or_has_no_products_says_so():

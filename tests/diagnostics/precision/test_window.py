@@ -8,7 +8,7 @@ from helpers import count_traces
 from losses import forgetful
 
 import jmp_scale
-from jmp_scale.diagnostics import Window, compare_gradients
+from jmp_scale.diagnostics import compare_gradients
 from jmp_scale.diagnostics._precision.window import window_of
 
 ONES = jnp.ones(3)
@@ -120,23 +120,16 @@ def test_the_window_is_a_run_of_loss_scales_that_work(case):
         assert found[:2] == tuple(scales[i] for i in expected)
 
 
-SENTENCES = {
-    (2.0**6, 2.0**35): ("from 2^6 to 2^35 work: start from 2^24.", 2.0**24),
-    (2.0**6, 2.0**22): ("from 2^6 to 2^22 work: start from 2^20.", 2.0**20),
-    (2.0**26, 2.0**35): ("only with another max_loss_scale.", 2.0**26),
-    (2.0**-10, 2.0): ("including 1: loss scaling is not needed here.", 1.0),
-    (2.0**-20, 2.0**-3): ("only with another min_loss_scale.", 2.0**-3),
-    (2.0**35, 2.0**35): ("only 2^35 works, which a DynamicLossScale takes", 2.0**35),
-}
-
-
-@pytest.mark.parametrize("ends", SENTENCES)
-def test_a_dynamic_loss_scale_takes_what_is_advised(ends):
-    words, start = SENTENCES[ends]
-    scales = sorted({*ends})
-    window = window_of(scales, [True] * len(scales), [EXACT] * len(scales))
+@pytest.mark.parametrize(
+    ("ends", "words", "start"),
+    [
+        ((2.0**6, 2.0**35), "from 2^6 to 2^35 work: start from 2^24.", 2.0**24),
+        ((2.0**6, 2.0**22), "from 2^6 to 2^22 work: start from 2^20.", 2.0**20),
+        ((2.0**-10, 2.0), "including 1: loss scaling is not needed here.", 1.0),
+    ],
+)
+def test_a_dynamic_loss_scale_takes_what_is_advised(ends, words, start):
+    window = window_of(ends, [True] * 2, [EXACT] * 2)
     assert window.start == start
     assert words in str(window)
-    if "start from" in words:
-        jmp_scale.DynamicLossScale(window.start)
-    assert isinstance(window, Window)
+    jmp_scale.DynamicLossScale(window.start)

@@ -142,9 +142,13 @@ for form, loss in HEADS.items():
 
 
 def compile_minimal(
-    name: str, target: Target, program: str = "autocast", half: Any = jnp.bfloat16
+    name: str,
+    target: Target,
+    program: str = "autocast",
+    half: Any = jnp.bfloat16,
+    step: str = "gradient",
 ) -> Any:
-    """Value and gradient, each gradient placed like its parameter."""
+    """Value and gradient, each gradient placed like its parameter; or "loss" alone."""
     minimal = MINIMAL[name]
     mesh = minimal.mesh(target)
 
@@ -154,8 +158,10 @@ def compile_minimal(
     stored = half if program == HALF_PARAMETERS else jnp.float32
     params = {name: place(*how, stored) for name, how in minimal.params.items()}
     out = {name: param.sharding for name, param in params.items()}
-    gradient = jax.value_and_grad(PROGRAMS[program](minimal.loss, half))
-    jitted = jax.jit(gradient, out_shardings=(None, out))
+    loss = PROGRAMS[program](minimal.loss, half)
+    jitted = jax.jit(jax.value_and_grad(loss), out_shardings=(None, out))
+    if step == "loss":
+        jitted = jax.jit(loss)
     is_explicit = minimal.axes == AxisType.Explicit
     with jax.set_mesh(mesh) if is_explicit else contextlib.nullcontext():
         lowered = jitted.lower(params, place(*minimal.batch))

@@ -89,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"needs an out_sharding for its products, got {', '.join(split)}"
         )
     if args.minimal:
-        args.steps, args.layouts, args.models = ["gradient"], MINIMAL, ["-"]
+        args.steps = ["loss" if args.forward else "gradient"]
+        args.layouts, args.models = MINIMAL, ["-"]
     tables = []
     for given in args.targets:
         name, _, chips = given.partition(":")
@@ -157,7 +158,7 @@ def _measure(case: Case) -> dict[str, Any]:
 def _compile(case: Case) -> Any:
     half, layout = HALF[case.dtype], LAYOUTS.get(case.layout)
     if layout is None:
-        return compile_minimal(case.layout, case.target, case.program, half)
+        return compile_minimal(case.layout, case.target, case.program, half, case.step)
     mesh = layout.mesh(case.target, AXES[case.axes])
     layers, scanned = MODELS[case.model]
     sizes = Transformer(layers, vocabulary=8192, batch=ROWS * mesh.shape["data"])
@@ -256,6 +257,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--targets", nargs="+", default=default, help=text)
     text = "gradients of minimal programs, not of models"
     parser.add_argument("--minimal", action="store_true", help=text)
+    text = "losses of minimal programs, without gradients"
+    parser.add_argument("--forward", action="store_true", help=text)
     parser.add_argument("--resume", type=pathlib.Path, help="file of measured rows")
     return parser
 

@@ -20,9 +20,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MODELS = {
     "GPT-2, 4 layers": "gpt4",
     "the same, vocabulary 50,257": "gpt4-V50257",
-    "the same, attention in a checkpoint": "gpt4-no-scores",
     "the same in Equinox": "equinox4",
-    "GPT-2, 12 layers in a `scan`": "gpt12-scan",
     "MLP, gelu": "mlp-gelu",
     "MLP, relu": "mlp-relu",
     "MLP-Mixer": "mixer8",
@@ -31,18 +29,12 @@ MODELS = {
 }
 STEPS = {
     "AdamW": (r"(?<!and )AdamW alone, f32 .* 100 leaves", "f32"),
-    "clip and AdamW": (r"Clipping .* and AdamW alone, f32 .* 100 leaves", "f32"),
-    "train step, float32": (r"Train step \(AdamW\), .*f32", "f32"),
     "train step": (r"Train step \(AdamW\), .*f16", "f16"),
 }
 LAYOUTS = {
     "data parallel": ("DP", "u2"),
     "FSDP": ("FSDP", "u2"),
-    "FSDP, 12 layers in a `scan`": ("FSDP", "s12"),
     "tensor parallel, 2 x 4": ("TP", "u2"),
-    "FSDP and tensor parallel": ("FSDPxTP", "u2"),
-    "sequence parallel": ("sequence", "u2"),
-    "data parallel by `shard_map`": ("shard_map", "u2"),
 }
 TRACED = {
     "twelve layers of GPT-2": "gpt12",
@@ -80,17 +72,6 @@ CHECKPOINTED = [
     (machine, program, MEMORY)
     for machine in ("h100, bf16", "tpu-v5e, bf16")
     for program in ("autocast", "autocast, checkpoint")
-]
-
-POLICIES = [
-    ("h100, bf16", program, column)
-    for program in (
-        "autocast",
-        "autocast, dots_saveable",
-        "autocast, recompute=False, dots_saveable",
-        "by hand, dots_saveable",
-    )
-    for column in (MEMORY, BYTES)
 ]
 
 BETWEEN_DEVICES = [
@@ -199,8 +180,7 @@ TABLES: dict[str, Callable[[], Cells]] = {
     "| float32 = 1 | H100: memory |": lambda: autocast_over("float32", OVER_FLOAT32),
     "| by hand = 1 | H100: memory |": lambda: autocast_over("by hand", SAVED),
     "| by hand = 1 | H100, without |": lambda: autocast_over("by hand", CHECKPOINTED),
-    "| by hand = 1 | `autocast`: memory |": lambda: autocast_over("by hand", POLICIES),
-    "| by hand = 1 | H100: wire |": over_devices,
+    "| by hand = 1 | H100: communicated |": over_devices,
     "| tracing, float32 = 1 |": time_of_a_trace,
     "| machine | step | measure |": cost_of_a_skip,
 }

@@ -1,7 +1,7 @@
 """Pytrees: finds, casts, scales and selects their leaves; flattens calls to arrays."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TypeVar
 
 import jax
@@ -51,13 +51,6 @@ def leaves_by_name(tree: PyTree) -> dict[str, Leaf]:
     """Returns leaves by path; on disk keys, indices and field names are all strings."""
     pairs = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in pairs}
-
-
-def listed(paths: Iterable[str]) -> str:
-    """Returns at most five names, and how many more there are, as text."""
-    paths = sorted(paths)
-    more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
-    return ", ".join(paths[:5]) + more or "none"
 
 
 def promote_to_float32(tree: T) -> T:

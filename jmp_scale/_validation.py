@@ -5,6 +5,7 @@ import inspect
 import math
 import re
 import sys
+import types
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +21,7 @@ from ._types import Leaf
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
 # Modules that call users' functions: under `jit` JAX's frames are the innermost ones.
-_LIBRARIES = re.compile(r"(jmp_scale|jax|flax|optax|equinox|haiku|contextlib)\b")
+_LIBRARIES = re.compile(r"(jmp_scale|jax|flax|optax|equinox|haiku|numpy|contextlib)\b")
 _ARRAYS = (np.generic, np.ndarray, jax.Array)
 _LEAST_INTEGERS = {"period": 1, "growth_delay": 0, "hysteresis": 1}
 _WORDS = {
@@ -142,10 +143,15 @@ def key_words(function: str, key: jax.Array) -> jax.Array:
 
 def warn(message: str) -> None:
     """Warns at the line of the first caller outside of libraries."""
-    frame, level = sys._getframe(), 1
+    warnings.warn(message, stacklevel=user_frame()[1])
+
+
+def user_frame() -> tuple[types.FrameType | None, int]:
+    """Returns the first caller outside of libraries, and its level above this one's."""
+    frame, level = sys._getframe(1), 1
     while frame and _LIBRARIES.match(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
+    return frame, level
 
 
 def _float32(number: float) -> float:

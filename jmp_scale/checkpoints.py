@@ -23,7 +23,7 @@ from ._state import (
     is_half_storage,
     is_loss_scale_state,
 )
-from ._tree import is_data, leaves_by_name, listed, with_arrays
+from ._tree import is_data, leaves_by_name, with_arrays
 from ._types import Leaf, PyTree
 
 T = TypeVar("T")
@@ -44,20 +44,18 @@ def restore(load: Callable[[PyTree], PyTree], state: T) -> T:
     Args:
       load: reads the checkpoint into a template, with whatever wrote it: for Orbax
         `lambda template: ocp.load(path, template)`. Dicts with the names of the
-        template will do. That a form does not fit shows in other names, shapes or
-        dtypes, or in a `ValueError`, `TypeError`, `KeyError`, `EOFError` or
-        `RuntimeError` of `load`.
+        template will do. A form does not fit if `load` raises an error, or returns
+        other names, shapes or dtypes.
       state: the new state: a `TrainState`, `(params, opt_state)`,
         `nnx.state((model, optimizer))`, ... It must hold the parameters if
         `with_half_storage` keeps their remainders. Leaves may be
         `jax.ShapeDtypeStruct`s if they are on disk.
 
     Returns:
-      A tree like `state`, of arrays only.
+      A tree like `state`, of arrays; what is abstract and not on disk stays so.
 
     Raises:
-      ValueError: no form fits, with the first difference of each; a loss scale or a key
-        that is not on disk is abstract.
+      ValueError: no form fits, with the first difference of each.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
@@ -72,7 +70,7 @@ def restore(load: Callable[[PyTree], PyTree], state: T) -> T:
     differences, causes = [], []
     for missing in _forms(state):
         try:
-            return _with_values(_restored(load, state, missing))
+            return _restored(load, state, missing)
         except _OtherFormError as error:
             name = f"without {' and '.join(missing)}" if missing else "as state is"
             differences.append(f"  {name}: {error}")
@@ -86,8 +84,8 @@ def restore(load: Callable[[PyTree], PyTree], state: T) -> T:
 def without_half_storage(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
     """Returns float32 parameters, and the state that `inner` alone has with them.
 
-    Parameters are exact, and averages are float32 again. So is a bfloat16 array that
-    `inner` itself stores so (by Optax's `mu_dtype`), if the state has a key.
+    Parameters are exact, and averages are float32 again. So is what `inner` itself
+    stores in bfloat16, as Optax does by `mu_dtype`.
 
     Args:
       params: bfloat16 parameters.
@@ -95,11 +93,7 @@ def without_half_storage(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyT
     """
 
     def plain(node: PyTree) -> PyTree:
-        fields = fields_of(node)
-        inner_state = fields.get("inner_state")
-        if not jax.tree.leaves(fields.get("rounding_key")):
-            return inner_state
-        return jax.tree.map(_widened, inner_state)
+        return jax.tree.map(_widened, _inner_state(node))
 
     inner = _replaced(opt_state, is_half_storage, plain)
     return full_parameters(params, opt_state), inner
@@ -152,31 +146,29 @@ def _restored(
         first_line = (str(error).strip() or repr(error)).splitlines()[0]
         raise _OtherFormError(first_line[:200]) from error
     saved, places = leaves_by_name(saved), leaves_by_name(numbered)
+    for name in sorted(saved.keys() - places.keys()):
+        raise _OtherFormError(f"{name} is {_type(saved[name])}, expected nothing")
     for name, i in places.items():
         like, value = on_disk[i], saved.get(name)
-        is_number = is_data(like) and not hasattr(like, "dtype")
-        if not (is_number or hasattr(like, "dtype")):
+        if not (is_data(like) or hasattr(like, "dtype")):
             continue  # the functions among an Equinox model's leaves are not saved
         # An array that `inner` itself stores in bfloat16 is so on disk, too.
         if not (_fits(value, like) or _fits(value, leaves[i])):
             raise _OtherFormError(f"{name} is {_type(value)}, expected {_type(like)}")
-        # NumPy arrays cannot be donated; Python numbers are another type for `jit`.
-        if like is leaves[i]:
-            leaves[i] = value if is_number else jnp.asarray(value, like.dtype)
-            continue
-        leaves[i], remainder = split(jnp.asarray(value, jnp.float32))
-        if i in remainder_of:
-            leaves[remainder_of[i]] = remainder
-    for name in sorted(saved.keys() - places.keys()):
-        raise _OtherFormError(f"{name} is {_type(saved[name])}, expected nothing")
+        if not hasattr(like, "dtype"):
+            leaves[i] = value  # a Python number, which `jit` tells from an array
+        elif like is leaves[i]:
+            leaves[i] = jnp.asarray(value, like.dtype)  # NumPy's cannot be donated
+        else:
+            leaves[i], remainder = split(jnp.asarray(value, jnp.float32))
+            if i in remainder_of:
+                leaves[remainder_of[i]] = remainder
     return jax.tree.unflatten(structure, leaves)
 
 
 def _remainders_by_parameter(numbers: PyTree, leaves: Sequence[Leaf]) -> dict[int, int]:
     """Returns the number of each remainder among the leaves, by its parameter's."""
     kept = remainders("restore", numbers)
-    if not kept:
-        return {}
     outside = _replaced(numbers, is_half_storage, lambda _: None)
     places = leaves_by_name(with_arrays(outside))
 
@@ -184,51 +176,22 @@ def _remainders_by_parameter(numbers: PyTree, leaves: Sequence[Leaf]) -> dict[in
         found = [places.get(prefix + name) for name in kept]
         return all(i is not None and is_bfloat16(leaves[i]) for i in found)
 
-    first = next(iter(kept))
+    first = next(iter(kept), "")
     ends = {name.removesuffix(first) for name in places if name.endswith(first)}
-    prefixes = list(filter(are_parameters, ends))
+    prefixes = list(filter(are_parameters, ends)) if kept else [""]
     if len(prefixes) != 1:
         raise ValueError(
-            f"expected one tree with the bfloat16 parameters {listed(kept)}, got those "
-            f"at {listed(prefixes)}; pass (params, opt_state)"
+            "expected one tree with the bfloat16 parameters of the remainders, got "
+            f"those at {sorted(prefixes)}; pass (params, opt_state)"
         )
     return {places[prefixes[0] + name]: i for name, i in kept.items()}
-
-
-def _with_values(state: T) -> T:
-    """Refuses an abstract `state`, which would fail only in the first step."""
-    leaves = leaves_by_name(state)
-    abstract = [k for k, x in leaves.items() if isinstance(x, jax.ShapeDtypeStruct)]
-    if abstract:
-        raise ValueError(
-            "restore: expected a state with values for all that is not on disk, got "
-            f"jax.ShapeDtypeStructs at {listed(abstract)}; pass the loss scale, the "
-            "guard or the rounding_key of a state that tx.init returns"
-        )
-    return state
 
 
 def _replaced(
     tree: PyTree, is_new: Callable[[PyTree], bool], old: Callable[[PyTree], PyTree]
 ) -> PyTree:
     """Returns `tree` with each new state replaced by its older form."""
-
-    # NNX leaves out an entry that holds no array, such as the inner state of SGD.
-    def is_empty(x: Leaf) -> bool:
-        return isinstance(x, Mapping) and is_new(x) and old(x) is None
-
-    def has_empty(x: Leaf) -> bool:
-        return isinstance(x, Mapping) and any(map(is_empty, x.values()))
-
-    def replace(x: PyTree) -> PyTree:
-        if is_new(x):
-            return old(x)
-        if not has_empty(x):
-            return x
-        rest = {name: entry for name, entry in x.items() if not is_empty(entry)}
-        return _replaced(type(x)(rest), is_new, old)
-
-    return jax.tree.map(replace, tree, is_leaf=lambda x: is_new(x) or has_empty(x))
+    return jax.tree.map(lambda x: old(x) if is_new(x) else x, tree, is_leaf=is_new)
 
 
 def _inner_state(node: PyTree) -> PyTree:

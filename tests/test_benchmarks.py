@@ -9,14 +9,12 @@ import _targets
 import autocast
 import correctness
 import half_storage
-import health_validation
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import overhead
 import pytest
-import sharded
 import stability
 from _loops import Step, train_jmp_scale
 from _stability_tasks import Task
@@ -107,32 +105,10 @@ def test_the_guard_skips_exactly_the_bad_batches_and_gives_way_without_one(fault
         assert skips.sum(axis=1).max() <= (10 if fault == "level shift" else 0)
 
 
-@pytest.mark.parametrize("fault", [name for name in FAULTS if name != stability.CLEAN])
+@pytest.mark.parametrize("fault", ["one spike", "NaN later"])
 def test_a_guarded_run_ends_within_15_percent_of_the_clean_one(fault):
     assert ratio(stability.guard, fault) <= stability.GOAL
-    if fault in ("one spike", "NaN later"):
-        assert ratio(stability.nothing, fault) > stability.GOAL
-
-
-def test_precision_of_health_leaves_out_runs_between_and_recall_is_of_one_kind():
-    falls, said = np.linspace(2, 1, 500), frozenset({"loss diverges"})
-    grows, blows_up = np.append(falls, falls[::-1]), np.append([2, 1e4], falls[:498])
-
-    def run(loss, said=frozenset(), fault=""):
-        return health_validation.Run(loss, np.ones(loss.shape), said, fault)
-
-    outcomes = [
-        (health_validation.WRONG, run(grows, said)),
-        (health_validation.WRONG, run(grows)),
-        (health_validation.WRONG, run(blows_up, said)),
-        (health_validation.WRONG, run(falls, fault="bursts")),
-        (health_validation.WELL, run(falls, said)),
-        (health_validation.BETWEEN, run(falls, said)),
-    ]
-    scores = functools.partial(health_validation.scores, wanted=said)
-    assert scores(outcomes, kind="loss diverges") == [2, 1, 1, 2, 1, 1, "0.67", "0.50"]
-    assert scores(outcomes) == [4, 1, 1, 2, 1, 1, "0.67", "0.50"]
-    assert scores([])[-2:] == ["-", "-"]
+    assert ratio(stability.nothing, fault) > stability.GOAL
 
 
 # Storage and sums.
@@ -156,19 +132,6 @@ def test_a_state_has_the_bytes_of_the_table(row):
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(tx.init(params)))
     assert parameter == "2"
     assert size // 1000 == int(beside) + int(moments)
-
-
-@pytest.mark.parametrize("name", half_storage.ROWS)
-def test_all_forms_of_a_state_round_the_same_averages(name):
-    params, key = {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}, jax.random.key(0)
-    forms = half_storage.forms_of(half_storage.ROWS[name]).values()
-    plain, nearest, stochastic = (
-        jax.eval_shape(form.make(lambda _: 1e-3, key).init, params) for form in forms
-    )
-    dtypes = [x.dtype for x in jax.tree.leaves(nearest)]
-    assert dtypes == [x.dtype for x in jax.tree.leaves(stochastic.inner_state)]
-    assert dtypes.count(jnp.bfloat16) in (2, 3, 4)
-    assert jnp.bfloat16 not in [x.dtype for x in jax.tree.leaves(plain)]
 
 
 # The commands: small runs print the tables that the pages are filled from.
@@ -198,12 +161,6 @@ def test_a_command_prints_its_table(script, monkeypatch, capsys):
     options, printed = COMMANDS[script]
     script.main(options.split())
     assert printed in capsys.readouterr().out
-
-
-def test_layouts_that_no_target_has_are_refused_with_what_is_expected(capsys):
-    with pytest.raises(SystemExit):
-        sharded.main(["--targets", "h100"])
-    assert "expected NAME:CHIPS, got 'h100'" in capsys.readouterr().err
 
 
 def test_a_compiler_that_is_missing_is_named_with_its_extra(monkeypatch):

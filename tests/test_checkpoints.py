@@ -150,27 +150,14 @@ for kind in (optax.EmptyState, optax.TraceState):
     )
 
 
-@pytest.mark.parametrize(
-    ("tx", "params"),
-    [
-        (
-            jmp_scale.with_loss_scale(
-                jmp_scale.with_half_storage(optax.sgd(0.1)),
-                jmp_scale.DynamicLossScale(period=2, max_loss_scale=2.0**20),
-            ),
-            HALF_PARAMS,
-        ),
-        (
-            jmp_scale.with_half_storage(
-                optax.sgd(0.1, 0.9), averages=["trace"], remainders=False, key=KEY
-            ),
-            HALF_PARAMS,
-        ),
-    ],
-)
-def test_an_exported_update_survives_serialization(tx, params):
-    update = jax.jit(lambda state: tx.update(GRADS, state, params)[1])
-    state = tx.init(params)
+def test_an_exported_update_survives_serialization():
+    tx = jmp_scale.with_half_storage(
+        optax.sgd(0.1, 0.9), averages=["trace"], remainders=False, key=KEY
+    )
+    loss_scale = jmp_scale.DynamicLossScale(period=2, max_loss_scale=2.0**20)
+    tx = jmp_scale.with_loss_scale(tx, loss_scale)
+    update = jax.jit(lambda state: tx.update(GRADS, state, HALF_PARAMS)[1])
+    state = tx.init(HALF_PARAMS)
     exported = jax.export.deserialize(jax.export.export(update)(state).serialize())
     assert_bitwise_equal(exported.call(exported.call(state)), update(update(state)))
 
@@ -187,8 +174,8 @@ FORMS = [
 ADAM = optax.adam(2.0**-10)  # steps that a bfloat16 near 1 cannot make
 
 
-def optimizer_without(missing, inner=ADAM, loss_scale=8.0, **kinds):
-    tx, guard = inner, None if "guard" in missing else GUARD
+def optimizer_without(missing, loss_scale=8.0, **kinds):
+    tx, guard = ADAM, None if "guard" in missing else GUARD
     if "half storage" not in missing:
         tx = jmp_scale.with_half_storage(tx, **kinds)
     if "loss scale" not in missing:
@@ -236,10 +223,16 @@ def as_train_state(pair):
 
 
 @pytest.mark.parametrize(
-    "loader", [with_orbax, with_flax, with_flax_dicts, with_pickle, with_equinox]
+    ("nest", "loader"),
+    [
+        (as_train_state, with_orbax),
+        (as_train_state, with_flax_dicts),
+        (lambda pair: pair, with_flax),
+        (lambda pair: pair, with_pickle),
+        (lambda pair: pair, with_equinox),
+    ],
 )
-@pytest.mark.parametrize("nest", one_of(2, [as_train_state, lambda pair: pair]))
-@pytest.mark.parametrize("missing", FORMS)
+@pytest.mark.parametrize("missing", one_of(2, FORMS[::-1]))
 def test_a_checkpoint_without_some_parts_is_restored(missing, nest, loader, tmp_path):
     load = loader(nest(trained(missing)), tmp_path)
     restored = restore(load, nest(new_state()))
@@ -247,11 +240,11 @@ def test_a_checkpoint_without_some_parts_is_restored(missing, nest, loader, tmp_
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(restored))
 
 
-def nnx_trained(missing, inner, **kinds):
+def nnx_trained(missing, **kinds):
     """(model, optimizer) of NNX after a step, of a run without these parts."""
     dtype = jnp.float32 if "half storage" in missing else jnp.bfloat16
     model = nnx.Linear(2, 3, param_dtype=dtype, rngs=nnx.Rngs(0))
-    tx = optimizer_without(missing, inner, **kinds)
+    tx = optimizer_without(missing, **kinds)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     model.kernel[...] = jnp.arange(6.0, dtype=dtype).reshape(2, 3)
     grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
@@ -259,23 +252,16 @@ def nnx_trained(missing, inner, **kinds):
     return model, optimizer
 
 
-@pytest.mark.parametrize("missing", FORMS)
-@pytest.mark.parametrize(
-    ("inner", "on_disk"), [(ADAM, True), *one_of(2, [(optax.sgd(0.1), False)])]
-)
-def test_an_nnx_state_without_some_parts_is_restored(missing, inner, on_disk, tmp_path):
-    saved = nnx.state(nnx_trained(missing, inner))
-    model, optimizer = nnx_trained("", inner, loss_scale=2.0**10)
+@pytest.mark.parametrize("missing", one_of(2, FORMS[::-1]))
+def test_an_nnx_state_without_some_parts_is_restored(missing, tmp_path):
+    saved = nnx.state(nnx_trained(missing))
+    model, optimizer = nnx_trained("", loss_scale=2.0**10)
     zeros = jax.tree.map(jnp.zeros_like, nnx.state(model))
     nnx.update(model, zeros)
-    state = nnx.state((model, optimizer))
-    if on_disk:
-        load = with_orbax(nnx.to_pure_dict(saved), tmp_path)
-        restored = restore(load, nnx.to_pure_dict(state))
-    else:
-        restored = restore(lambda template: saved, state)
-    nnx.update((model, optimizer), restored)
-    expected_model, expected = nnx_trained("", inner)
+    state = nnx.to_pure_dict(nnx.state((model, optimizer)))
+    load = with_orbax(nnx.to_pure_dict(saved), tmp_path)
+    nnx.update((model, optimizer), restore(load, state))
+    expected_model, expected = nnx_trained("")
     assert_bitwise_equal(*map(nnx.state, (model, expected_model)))
     found, wanted = (x.opt_state.inner_state for x in (optimizer, expected))
     assert_bitwise_equal(*map(jax.tree.leaves, (found, wanted)))
@@ -319,14 +305,6 @@ def test_averages_of_float32_parameters_need_no_parameters_in_the_state():
     assert_bitwise_equal(state.inner_state, optax.tree.cast_like(plain, like))
 
 
-def test_a_state_that_the_optimizer_itself_stores_in_bfloat16_stays():
-    inner = optax.adam(0.1, mu_dtype=jnp.bfloat16)
-    tx = jmp_scale.with_half_storage(inner, **STORED | {"averages": ["nu"]})
-    plain = PARAMS, inner.update(GRADS, inner.init(PARAMS), PARAMS)[1]
-    _, state = restore(lambda _: plain, (HALF_PARAMS, tx.init(HALF_PARAMS)))
-    assert_bitwise_equal(state.inner_state[0].mu, plain[1][0].mu)
-
-
 def test_half_storage_goes_to_float32_and_back():
     params, state = trained("")
     full = without_half_storage(params, state)
@@ -342,7 +320,7 @@ def test_a_python_number_stays_one():
     assert restored["epoch"] == 3
 
 
-@pytest.mark.parametrize("missing", one_of(2, FORMS))
+@pytest.mark.parametrize("missing", one_of(3, FORMS[::-1]))
 def test_abstract_leaves_are_filled_from_disk(missing, tmp_path):
     # Orbax's way for large models: no array is made before those on disk are read.
     device = jax.sharding.SingleDeviceSharding(jax.devices()[3])
@@ -360,18 +338,6 @@ def test_abstract_leaves_are_filled_from_disk(missing, tmp_path):
     restored = restore(load, (abstract[0], given))
     assert_bitwise_equal(restored, expected_without(missing))
     assert {x.sharding for x in jax.tree.leaves(restored[0])} == {device}
-    if "loss scale" in missing:
-        with pytest.raises(
-            ValueError, match=r"ShapeDtypeStructs at 1/applied, .*; pass"
-        ):
-            restore(load, abstract)
-
-
-def test_a_key_that_is_not_on_disk_must_have_a_value():
-    tx = jmp_scale.with_half_storage(ADAM, **STORED)
-    state = HALF_PARAMS, jax.eval_shape(tx.init, HALF_PARAMS)
-    with pytest.raises(ValueError, match="ShapeDtypeStructs at 1/rounding_key; pass"):
-        restore(lambda _: trained("half storage and loss scale"), state)
 
 
 @pytest.mark.parametrize(
@@ -384,8 +350,6 @@ def test_a_key_that_is_not_on_disk_must_have_a_value():
             r"params/w is float32\[4\], expected float32\[3\]",
         ),
         (PARAMS | {"w": jnp.ones(3, jnp.float16)}, r"params/w is float16\[3\], exp"),
-        (PARAMS | {"w": "text"}, r"params/w is str\[\], expected float32"),
-        (jax.eval_shape(lambda: PARAMS), r"params/b is nothing"),
     ],
 )
 def test_a_checkpoint_with_other_leaves_is_refused(params, message):
@@ -410,15 +374,15 @@ def test_if_no_form_fits_each_is_named_with_its_first_difference(tmp_path):
 @pytest.mark.parametrize(
     ("nest", "found"),
     [
-        (lambda params, state: {"opt_state": state}, "those at none"),
+        (lambda params, state: {"opt_state": state}, r"those at \[\]"),
         (
             lambda params, state: {"params": params, "ema": params, "state": state},
-            "those at ema/, params/",
+            r"those at \['ema/', 'params/'\]",
         ),
     ],
 )
 def test_parameters_that_are_not_in_the_state_once_are_told(nest, found):
-    message = rf"half storage: expected one tree .* b, w, got {found}; pass \(params, o"
+    message = rf"half storage: expected one tree .*, got {found}; pass \(params, o"
     with pytest.raises(ValueError, match=message):
         restore(lambda _: None, nest(*trained("")))
 
@@ -433,14 +397,3 @@ def test_names_of_parameters_may_end_with_those_of_others():
         tree = optax.apply_updates(tree, updates)
         full = without_half_storage(tree, state)
         assert_bitwise_equal(restore(lambda _, x=full: x, (tree, state)), (tree, state))
-
-
-def test_states_without_arrays_may_stand_in_mappings_at_any_depth_and_alone():
-    state = jmp_scale.with_loss_scale(optax.sgd(0.1)).init(PARAMS)._asdict()
-    del state["inner_state"], state["guard"]  # as NNX leaves them out
-    new = {"tx": state, "disc": {"step": jnp.int32(0), "tx": state}, "list": [state]}
-    saved = {"disc": {"step": jnp.int32(3)}, "list": []}
-    templates = []
-    restored = restore(lambda x: templates.append(x) or saved, new)
-    assert restored["disc"] == new["disc"] | {"step": 3}
-    assert templates[1] == {"disc": {"step": 0}, "list": [None]}

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from helpers import (
     EXPLICIT,
@@ -11,13 +10,12 @@ from helpers import (
     ONE_AXIS,
     TWO_AXES,
     collectives,
-    on_devices,
     on_each_device,
     one_of,
     sharded,
 )
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmp_scale
@@ -33,7 +31,7 @@ def shard_mapped(mesh, spec, **kwargs):
     )
 
 
-# From a function of one device's share of f32[8] to one of f32[8]. Every other one runs
+# From a function of one device's share of f32[8] to one of f32[8]. Every third one runs
 # by default.
 MANUAL = {
     "pmap without axis name": jax.pmap,
@@ -65,7 +63,7 @@ def everything_of(x):
     return jmp_scale.all_finite(x), mapped, finite_and_norm(x)
 
 
-@pytest.mark.parametrize("mode", one_of(2, MANUAL))
+@pytest.mark.parametrize("mode", one_of(3, MANUAL))
 def test_one_bad_device_is_known_to_all_and_the_norm_is_the_largest(mode):
     answers = MANUAL[mode](everything_of)
     flag, mapped, (finite, norm) = answers(np.arange(8, dtype=np.float32))
@@ -92,7 +90,7 @@ def test_an_empty_axis_name_leaves_the_answer_local(mode):
 
 
 @pytest.mark.parametrize("check_vma", one_of(2, [False, True]))
-@pytest.mark.parametrize("axis_name", ["i", "j", ("i", "j"), ["j", "i"]], ids=str)
+@pytest.mark.parametrize("axis_name", ["i", ["j", "i"]], ids=str)
 def test_named_axes_are_the_ones_that_agree(axis_name, check_vma):
     local = lambda x: jmp_scale.all_finite(x, axis_name)[None]  # noqa: E731
     over_all = {"mesh": TWO_AXES, "in_specs": P(("i", "j")), "out_specs": P(("i", "j"))}
@@ -108,55 +106,10 @@ def test_vmap_agrees_over_its_axis_only_by_name():
     assert unnamed(bad_on(5)).tolist() == [True] * 5 + [False] + [True] * 2
 
 
-@pytest.mark.parametrize("axis_name", [{"i"}, {"i": 0}, 0, ("i", 0)], ids=str)
-def test_an_axis_name_of_another_type_is_an_error_that_names_the_argument(axis_name):
-    message = ": expected axis_name to be the name of a mesh axis"
-    with pytest.raises(TypeError, match=f"^all_finite{message}"):
-        jmp_scale.all_finite(jnp.ones(2), axis_name)
-    with pytest.raises(TypeError, match=f"^with_loss_scale{message}"):
-        jmp_scale.with_loss_scale(optax.sgd(0.1), axis_name=axis_name)
-
-
 @pytest.mark.parametrize("mode", ["pmap without axis name", "shard_map unchecked"])
 def test_manual_modes_reduce_one_scalar_boolean(mode):
     finite = MANUAL[mode](lambda x: jmp_scale.all_finite([x, x + 1, x + 2]))
     assert collectives(finite, bad_on(5)) == [("all-reduce", "pred[]")]
-
-
-def which(x):
-    """1 if `x` is whole, 0 if it may be sharded."""
-    return _mesh.if_on_one_device(lambda x: 0 * x.min() + 1, lambda x: 0 * x.min(), x)
-
-
-def which_in(mesh, *names):
-    return shard_mapped(mesh, P(), axis_names={*names})(which)(jnp.ones(8))
-
-
-def which_on(devices):
-    with on_devices(devices):
-        return jax.jit(which)(jnp.ones(8))
-
-
-OVER_I = NamedSharding(ONE_AXIS, P("i"))
-IS_WHOLE = {
-    "eager": (lambda: which(jnp.ones(8)), 1),
-    "jit": (lambda: jax.jit(which)(jnp.ones(8)), 1),
-    "pmap": (lambda: jax.pmap(which)(jnp.ones(8))[0], 1),
-    "vmap": (lambda: jax.jit(jax.vmap(which))(jnp.ones(8))[0], 1),
-    "one device's mesh": (lambda: which_on("one device"), 1),
-    "shard_map": (lambda: which_in(TWO_AXES, "i", "j"), 1),
-    "partial shard_map": (lambda: which_in(TWO_AXES, "i"), 0),
-    "Explicit": (lambda: which_in(EXPLICIT_TWO, "j"), 0),
-    "eight devices' mesh": (lambda: which_on("eight devices"), 0),
-    "sharded argument": (lambda: jax.jit(which)(jax.device_put(np.ones(8), OVER_I)), 0),
-    "in_shardings": (lambda: jax.jit(which, in_shardings=OVER_I)(np.ones(8)), 0),
-}
-
-
-@pytest.mark.parametrize("where", IS_WHOLE)
-def test_arrays_are_whole_on_one_device_and_as_shards(where):
-    ask, expected = IS_WHOLE[where]
-    assert ask() == expected
 
 
 def test_a_flag_that_is_already_equal_is_not_reduced_again():
@@ -187,8 +140,9 @@ def test_auto_sharded_leaves_share_one_boolean_all_reduce_per_axis_group(
     assert found == [("all-reduce", f"({', '.join(['pred[]'] * 12)})")] * axis_groups
 
 
-@pytest.mark.parametrize("how", ["prefix", "tree", "context mesh"])
-@pytest.mark.parametrize("case", SHARDED)
+@pytest.mark.parametrize(
+    ("case", "how"), [("1-D", "prefix"), ("2-D", "tree"), ("both", "context mesh")]
+)
 def test_with_specs_there_is_exactly_one_scalar_all_reduce(case, how):
     mesh, spec = SHARDED[case]
     clean, dirty = sharded_tree(mesh, spec), sharded_tree(mesh, spec, bad=np.nan)
@@ -216,17 +170,6 @@ def test_explicit_mode_needs_no_specs_for_exactly_one_scalar_all_reduce(case):
     assert collectives(finite, sharded_tree(mesh, spec)) == [("all-reduce", "pred[]")]
     assert on_each_device(finite(sharded_tree(mesh, spec))) == [True] * 8
     assert on_each_device(finite(sharded_tree(mesh, spec, bad=np.inf))) == [False] * 8
-
-
-def test_explicit_mode_reduces_only_over_the_axes_that_shard_a_leaf():
-    finite = jax.jit(jmp_scale.all_finite)
-    assert collectives(finite, sharded_tree(EXPLICIT_TWO, P())) == []
-    hlo = finite.lower(sharded_tree(EXPLICIT_TWO, P("j"))).compile().as_text()
-    pairs = (
-        "replica_groups={{0,1},{2,3},{4,5},{6,7}}",
-        "replica_groups=mesh['i'=4,'j'=2] {'j'}",
-    )
-    assert any(groups in hlo for groups in pairs)
 
 
 def test_axes_are_joined_in_the_order_of_the_mesh():

@@ -28,8 +28,8 @@ POISONS = (
 STEPS = (POISONS[0], GOOD, POISONS[1], GOOD, POISONS[2], POISONS[0], GOOD)
 
 # Those that differ most in what they compute; all others are slow tests.
-TYPICAL = {"adafactor_factored", "inject_hyperparams", "lamb", "multi_steps", "sam"}
-DTYPES = ("float32", "float16", pytest.param("bfloat16", marks=pytest.mark.slow))
+TYPICAL = {"adafactor_factored", "lamb", "multi_steps", "sam"}
+DTYPES = ("float32", pytest.param("bfloat16", marks=pytest.mark.slow))
 FLOAT32_ONLY = {"lbfgs", "lbfgs_without_search"}  # in Optax itself
 # Their branches keep the dtype of the parameters, which gradients here do not have.
 FLOAT32_ONLY |= {"galore", "novograd"}
@@ -133,7 +133,7 @@ def test_without_jit_a_skip_is_whole_and_a_step_is_that_of_the_optimizer(name):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each_optimizer()
 def test_a_state_starts_as_without_the_wrapper_and_keeps_its_types(name, dtype):
     params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
     tx = with_loss_scale(OPTIMIZERS[name], DynamicLossScale(8.0))
@@ -190,18 +190,6 @@ def test_accumulation_inside_goes_by_windows_of_finite_micro_batches():
     assert scales == [10, 9, 9, 9, 8, 8, 8, 9]
 
 
-def test_gradients_accumulated_under_different_scales_average_correctly():
-    """Sums of scaled gradients while S changes give .75 or 1.5 (neural_sp#136)."""
-    inner = optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()
-    tx = with_loss_scale(inner, DynamicLossScale(8.0, period=1))
-    state = tx.init(jnp.float32(0.0))
-    for s in (8, 16):
-        assert state.loss_scale.loss_scale == s
-        grads = jmp_scale.grad(lambda w: w, state.loss_scale)(jnp.float32(0.0))
-        updates, state = tx.update(grads, state, jnp.float32(0.0))
-    assert float(updates) == -1.0
-
-
 def test_optax_maps_over_the_parameters_within_the_state():
     tx = dynamic(optax.adam(0.1))
     _, state = run(tx, [GOOD], PARAMS)[-1]
@@ -219,6 +207,7 @@ def test_a_run_with_bad_gradients_and_losses_is_that_of_a_loop_in_plain_python()
     random, kinds = np.random.RandomState(0), ["f2", "f4", "bfloat16", "f4"]
     params = [np.float32(random.randn(*s)) for s in ((), (3,), (2, 2), (0,))]
     step = jax.jit(lambda g, s, p, loss: tx.update(g, s, p, value=loss))
+    plain_step = jax.jit(inner.update)
     plain, plain_state, state = params, inner.init(params), tx.init(params)
     grads_finite = [True, False, False, True, True, False, True, True, False, True]
     loss_finite = [True, True, False, True, False, False, True, True, True, True]
@@ -233,7 +222,7 @@ def test_a_run_with_bad_gradients_and_losses_is_that_of_a_loop_in_plain_python()
         params = optax.apply_updates(params, updates)
         if applied:
             wide = [g.astype(jnp.float32) for g in grads]
-            updates, plain_state = inner.update(wide, plain_state, plain)
+            updates, plain_state = plain_step(wide, plain_state, plain)
             plain = optax.apply_updates(plain, updates)
         skipped, in_a_row = skipped + (not applied), 0 if applied else in_a_row + 1
         assert (state.skipped, state.skipped_in_a_row) == (skipped, in_a_row)

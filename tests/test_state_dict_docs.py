@@ -14,11 +14,11 @@ import numpy as np
 import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
-from helpers import assert_bitwise_equal, count_traces, one_of
+from helpers import count_traces, one_of
 from test_presets import EVERY, as_flags, build
 
 import jmp_scale
-from jmp_scale import DynamicLossScale, NoOpLossScale, presets
+from jmp_scale import presets
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs/coming-from/state-dicts.md"
 LINES = dict(re.findall(r"^\| (.*?) \|.* `(.*)` \|$", PAGE.read_text(), re.MULTILINE))
@@ -152,27 +152,6 @@ def test_a_scale_is_read_and_set_without_another_compilation():
     _, opt_state = jax.jit(update)(jnp.array([jnp.inf, 1.0]), opt_state, params)
     assert opt_state.loss_scale.loss_scale == 256
     assert len(traces) == 1
-
-
-def test_a_scaler_that_is_not_enabled_does_nothing():
-    line = "`GradScaler(enabled=enabled)`"
-    assert evaluate(line, enabled=False) == NoOpLossScale()
-    assert isinstance(evaluate(line, enabled=True), DynamicLossScale)
-
-
-@pytest.mark.parametrize(
-    ("line", "argument", "value"),
-    [
-        ("`scaler.set_growth_interval(n)`", "growth_interval", 5),
-        ("`scaler.set_growth_factor(x)`", "growth_factor", 4.0),
-        ("`scaler.set_backoff_factor(x)`", "backoff_factor", 0.25),
-    ],
-)
-def test_an_argument_is_set_and_the_counter_kept(line, argument, value):
-    loss_scale = dataclasses.replace(presets.pytorch(), counter=3)
-    changed = evaluate(line, loss_scale=loss_scale, n=value, x=value)
-    preset = presets.pytorch(**{argument: value})
-    assert_bitwise_equal(changed, dataclasses.replace(preset, counter=3))
 
 
 def test_the_example_of_the_page_runs():

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from .._jaxpr import Program, bytes_per_entry, dtype_name, equations, is_floatin
 from .._scaling.finite import all_finite
 from .._scaling.gradients import checked_output, differentiated
 from .._scaling.loss_scale import DynamicLossScale, LossScale, scale_value
-from .._tree import is_array, named_inexact_leaves, split_arrays
+from .._tree import named_inexact_leaves, split_arrays
 from .._types import Arrays, Function, PyTree, Scalar
 from .._validation import require_callable
 
@@ -45,16 +45,8 @@ class Loss:
 
     def __post_init__(self) -> None:
         for fun in (self.fun, self.transform):
-            cure = "pass the function itself, not its result"
-            require_callable(self.function, fun, cure)
-        numbers = range(-len(self.args), len(self.args))
-        # A filter of NNX, or a number out of range, is left to the transformation.
-        given = jax.tree.leaves(self.argnums)
-        chosen = [self.args[n] if n in numbers else n for n in given]
-        if not jax.tree.leaves(chosen):
-            raise TypeError(
-                f"{self.function}: expected arrays to differentiate, got none at "
-                f"argnums={self.argnums}; name the arguments that are trained"
+            require_callable(
+                self.function, fun, "pass the function itself, not its result"
             )
 
     def of(self, out: PyTree) -> PyTree:
@@ -116,10 +108,3 @@ def narrow_dtypes(program: Program) -> set[str]:
     """Returns names of the floating dtypes below 32 bits that a program computes."""
     made = (v for eqn in equations(program) for v in eqn.outvars)
     return {dtype_name(v) for v in made if is_floating(v) and bytes_per_entry(v) < 4}
-
-
-def described(value: Any) -> str:
-    """Returns dtype and shape of an array, or the type of another value, for errors."""
-    if is_array(value):
-        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
-    return f"a {type(value).__name__}"

@@ -3,15 +3,14 @@
 import functools
 import inspect
 import re
-import sys
 import sysconfig
-import types
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn
 
 from .._types import Function, PyTree
+from .._validation import user_frame
 
 _ROOT = __file__.removesuffix("diagnostics/_source.py")
 _INTERNAL = ("", "jax", "jaxlib", "jmp_scale", "numpy", "python")  # "": autocast
@@ -69,17 +68,16 @@ def place_of(eqn: JaxprEqn, outer: Place) -> Place:
 
 def place_of_caller() -> Place:
     """Returns the line of user code that is running now."""
-    frame = sys._getframe(1)
-    while frame is not None and _package(frame.f_code.co_filename):
-        frame = frame.f_back
+    frame, _ = user_frame()
     if frame is None:
         return Place(None, None)
     return Place(frame.f_code.co_filename, frame.f_lineno)
 
 
 def place_of_function(fun: Function, otherwise: Place) -> Place:
-    """Returns the line of a function's definition."""
-    code = _code_of(fun)
+    """Returns the line of a function's definition, if it is one of the user's."""
+    fun = inspect.unwrap(getattr(fun, "func", fun))  # of functools.partial
+    code = getattr(fun, "__code__", None)
     if code is None or _package(code.co_filename) is not None:
         return otherwise
     return Place(code.co_filename, code.co_firstlineno)
@@ -115,16 +113,6 @@ def _package(file: str) -> str | None:
 
 def is_own_wrapper(fun: Function) -> bool:
     """Whether a function is one of ours around the user's, as that of `autocast`."""
-    code = getattr(fun, "__code__", getattr(type(fun).__call__, "__code__", None))
+    code = getattr(fun, "__code__", None)
     is_ours = code is not None and _package(code.co_filename) in ("", "jmp_scale")
     return is_ours and hasattr(fun, "__wrapped__")
-
-
-def _code_of(fun: Function) -> types.CodeType | None:
-    """Returns the code of the Python function in wrappers, partials and methods."""
-    while isinstance(fun, functools.partial):
-        fun = fun.func
-    fun = inspect.unwrap(fun)
-    if not hasattr(fun, "__code__"):
-        fun = getattr(fun, "__func__", type(fun).__call__)
-    return getattr(fun, "__code__", None)

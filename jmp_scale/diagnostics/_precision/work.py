@@ -10,7 +10,6 @@ from jax.extend.core import JaxprEqn
 from ..._autocast.dot_general import ALGORITHMS
 from ..._autocast.products import matrix_sizes, stays_float32
 from ..._jaxpr import PRODUCTS, dtype_name, shape, size
-from .._tables import printed
 from .equation import Equation, Finding
 
 _FLOATING = ("float", "bfloat", "complex")
@@ -19,7 +18,6 @@ _NARROW = ("float16", "bfloat16", "float8", "float4")
 _DTYPES = {preset: dtype for dtype, preset in ALGORITHMS.items()}
 
 
-@printed
 class Operation(NamedTuple):
     """How often a program runs a product in a dtype, forward and backward.
 

@@ -32,24 +32,19 @@ class Diagnosis(NamedTuple):
         it; for "overflow" the first that overflows as S grows. Or None.
       finite_at_log2: for "overflow", log2 of the largest power of two below S whose
         gradients are finite.
-      nonfinite_paths: all gradient leaves that are not finite at that S.
       nonfinite_argument: the leaf of the arguments, such as `args[1]['x']`, or the
         constant of `fun` whose NaN or infinity reached the loss or the gradient. Or
         None; also for a mask of -inf that did no harm.
       operation: the operation that produced the NaN or infinity, in the backward pass
         unless the cause is "forward", such as "log gave NaN at /home/me/model.py:41".
         None if it was an argument.
-      float32_loss: for "forward", the loss of the function inside `autocast`, if it is
-        finite; else None.
     """
 
     cause: Literal["none", "forward", "overflow", "nan"]
     path: str | None = None
     finite_at_log2: int | None = None
-    nonfinite_paths: tuple[str, ...] = ()
     nonfinite_argument: str | None = None
     operation: str | None = None
-    float32_loss: float | None = None
 
     def summary(self) -> str:
         """Returns the cause and a remedy, in one or two sentences."""
@@ -71,22 +66,14 @@ class Diagnosis(NamedTuple):
                 "if they are a mask, a whole row is masked: leave it out, or mask with "
                 "a large negative number"
             )
-        elif self.float32_loss is not None:
-            # An S that is never unscaled lets parameters grow until they overflow.
-            cure = (
-                f"float32 gives a loss of {self.float32_loss:.3g}. If that is a "
-                "usual one, keep this part float32; if not, the parameters have "
-                "diverged: lower the learning rate, and see that check_step("
-                "train_step, ...) finds no gradients that are never unscaled"
-            )
-        if self.cause == "forward":
-            what = f"The loss itself is not finite: {operation}"
-            return f"{what}. No loss scale helps; {cure}."
-        if not self.nonfinite_argument:
+        elif self.cause == "nan":
             cure = (
                 "if it is a derivative of sqrt, log or a division at zero, replace the "
                 "operand there: jnp.sqrt(jnp.where(x > 0, x, 1))"
             )
+        if self.cause == "forward":
+            what = f"The loss itself is not finite: {operation}"
+            return f"{what}. No loss scale helps; {cure}."
         return (
             f"The loss is finite, but the gradient of {self.path} is not at any loss "
             f"scale: in the backward pass {operation}; {cure}."
@@ -117,71 +104,57 @@ def diagnose_nonfinite(
     Raises:
       TypeError: as `precision_report`; also if `loss_scale` is neither a loss scale nor
         a number.
-      ValueError: as `precision_report`; also if S is not above 0 or not finite.
+      ValueError: as `precision_report`.
     """
     function = "diagnose_nonfinite"
-    s = scale_value(function, loss_scale)
+    s = float(scale_value(function, loss_scale))
     loss = Loss(function, fun, args, argnums, has_aux, transform)
-    plain = dataclasses.replace(loss, fun=_plain(fun))
     arrays, rejoin = concrete_arrays(function, args)
     leaves = jax.tree_util.tree_leaves_with_path(args)
     named = [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
     names = [f"args{path}" for path, leaf in named if is_array(leaf)]
-
-    if not 0 < float(s) < np.inf:
-        raise ValueError(
-            "diagnose_nonfinite: expected a positive finite loss scale, got "
-            f"{float(s)}; diagnose at 1, and start again from a new loss scale"
-        )
 
     # S is an argument of the compiled function, so that it compiles once for all S.
     @jax.jit
     def flags(s: jax.Array, arrays: list[jax.Array]) -> Backward:
         return jax.tree.map(all_finite, loss.run(s, rejoin(arrays)))
 
-    def run(s: ArrayLike) -> tuple[bool, tuple[str, ...]]:
-        finite = jax.device_get(flags(jnp.asarray(s, jnp.float32), arrays))
+    def run(s: float) -> tuple[bool, str | None]:
+        finite = jax.device_get(flags(jnp.float32(s), arrays))
         pairs = zip(finite.paths, finite.leaves, strict=True)
-        return bool(finite.loss), tuple(path for path, flag in pairs if not flag)
+        return bool(finite.loss), next((path for path, flag in pairs if not flag), None)
 
     def backward_origin(path: str, s: float) -> Origin:
-        def of(loss: Loss) -> Origin:
-            def leaf(arrays: Arrays) -> PyTree:
-                found = loss.run(s, rejoin(arrays))
-                return found.leaves[found.paths.index(path)]
+        found = Origin(0)
+        # Without `autocast` first, which loses the line around jnp.linalg.norm.
+        for fun in (_plain(loss.fun), loss.fun):
+            this = dataclasses.replace(loss, fun=fun)
 
-            return origin_of(leaf, arrays, names)
+            def leaf(arrays: Arrays, this: Loss = this) -> PyTree:
+                backward = this.run(s, rejoin(arrays))
+                return backward.leaves[backward.paths.index(path)]
 
-        found = of(loss)
-        if " at " in f"{found.operation}" or plain.fun is fun:
-            return found
-        # `autocast` loses the line around a function that JAX has jitted (norm, var).
-        in_float32 = of(plain)
-        return in_float32 if in_float32.operation else found
+            found = origin_of(leaf, arrays, names)
+            if found.operation:
+                break
+        return found
 
-    loss_finite, nonfinite = run(s)
-    first = nonfinite[0] if nonfinite else None
+    loss_finite, path = run(s)
     if not loss_finite:
         found = origin_of(lambda x: loss.of(fun(*rejoin(x))), arrays, names)
-        float32_loss = None
-        if plain.fun is not fun:
-            value = jax.jit(lambda x: plain.of(plain.fun(*rejoin(x))))(arrays)
-            float32_loss = float(value) if np.isfinite(value) else None
-        return Diagnosis("forward", first, None, nonfinite, *found[1:], float32_loss)
-    if not nonfinite:
+        return Diagnosis("forward", path, None, *found[1:])
+    if path is None:
         return Diagnosis("none")
     # Start from the largest power of two below S.
-    too_large = float(s)
-    for log2_scale in range(int(np.ceil(np.log2(float(s)))) - 1, _LOWEST_TRIED - 1, -1):
+    for log2_scale in range(int(np.ceil(np.log2(s))) - 1, _LOWEST_TRIED - 1, -1):
         _, smaller = run(2.0**log2_scale)
-        if not smaller:
-            found = backward_origin(nonfinite[0], too_large)
-            known = nonfinite[0], log2_scale, nonfinite, *found[1:]
-            return Diagnosis("overflow", *known)
-        # Leaves that still overflow at the smallest S overflow first as S grows.
-        nonfinite, too_large = smaller, 2.0**log2_scale
-    found = backward_origin(nonfinite[0], too_large)
-    return Diagnosis("nan", nonfinite[0], None, nonfinite, *found[1:])
+        if smaller is None:
+            found = backward_origin(path, s)
+            return Diagnosis("overflow", path, log2_scale, *found[1:])
+        # A leaf that still overflows at the smallest S overflows first as S grows.
+        path, s = smaller, 2.0**log2_scale
+    found = backward_origin(path, s)
+    return Diagnosis("nan", path, None, *found[1:])
 
 
 def _plain(fun: Function) -> Function:

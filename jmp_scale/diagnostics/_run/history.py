@@ -11,11 +11,9 @@ from ..._scaling.loss_scale import number_of
 from ..._state import LossScaleState, find_loss_scale_states
 from ..._tree import is_variable
 from ..._types import PyTree
-from .._tables import printed
 from .metrics import find_states, numbers_of_step
 
 
-@printed
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossScaleHistory:
@@ -121,6 +119,9 @@ class LossScaleHistory:
         recorded = jax.device_get(self.columns)
         recorded["log2_scale"] = np.log2(recorded.pop("loss_scales"))
         return {"step": steps} | {k: x[steps % capacity] for k, x in recorded.items()}
+
+    def __str__(self) -> str:
+        return self.summary()
 
     def summary(self) -> str:
         """Returns how many recorded steps were skipped, by cause, as text (host)."""

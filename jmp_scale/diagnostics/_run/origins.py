@@ -10,14 +10,9 @@ from jax.extend import core
 from ... import _jaxpr
 from ..._jaxpr import CALLS, open_jaxpr, value_of, words
 from ..._types import Arrays, Function
-from .._backward import described
 from .._source import Place, place_of
 
-_NAMES = {
-    "cholesky": "a Cholesky factorization",
-    "conv_general_dilated": "a convolution",
-    "dot_general": "a matrix product",
-}
+_NAMES = {"conv_general_dilated": "a convolution", "dot_general": "a matrix product"}
 _CALLS = CALLS | words("""
     autocast_linear checkpoint custom_jvp_call custom_vjp_call remat2""")
 # Operations that compute each entry of the result from the same entry of the operands.
@@ -72,7 +67,8 @@ def _run(
         if any(map(_kind, results)):
             place = _place(eqn, inner.eqns, outer)
             known = [origin(a, place) for a in eqn.invars]
-            found = _origins(eqn, ins, known, results, place)
+            found = _in_nested(eqn, ins, known, place)
+            found = found or [_origin(eqn, ins, known, x, place) for x in results]
             origins.update(zip(eqn.outvars, found, strict=True))
         values.update(zip(eqn.outvars, results, strict=True))
         for v in {*_jaxpr.variables(eqn.invars)} - kept:
@@ -88,50 +84,33 @@ def _of_given(value: jax.Array, name: str) -> Origin | None:
 
 
 def _of_constant(value: jax.Array, place: Place) -> Origin | None:
-    found = _of_given(value, f"a constant {described(jnp.asarray(value))}{_at(place)}")
-    if found is not None and found.rank == 0 and jnp.shape(value) == ():
-        # The program names this infinity, so it is no input.
-        return Origin(0, None, f"infinity is written{_at(place)}")
-    return found
+    shape = ",".join(map(str, jnp.shape(value)))
+    name = f"a constant {jnp.result_type(value)}[{shape}]{_at(place)}"
+    return _of_given(value, name)
 
 
-def _origins(
-    eqn: core.JaxprEqn, ins: Arrays, known: _Origins, results: Arrays, place: Place
-) -> _Origins:
-    """Returns the origins of an equation's results."""
-    kinds = [*map(_kind, results)]
-    sources = [_source(kind, ins, known) if kind else None for kind in kinds]
-    if all(
-        not kind or (o and o.rank == 2) for kind, o in zip(kinds, sources, strict=True)
-    ):
-        return sources
-    nested = _in_nested(eqn, ins, known, place)
-    if nested is not None:
-        return nested
-    found = []
-    for kind, source, result in zip(kinds, sources, results, strict=True):
-        gave = f"{_name(eqn)} gave {kind}{_at(place)}"
-        is_mask = (jnp.isfinite(result) | (result == -jnp.inf)).all()
-        if not kind or (source and source.rank == 2):
-            found.append(source)
-        elif source is None or _is_new(eqn, ins, result):
-            found.append(Origin(1 if is_mask else 2, None, gave))
-        elif kind == "infinity":
-            found.append(source)
-        elif source.rank == 1:  # the -inf of an operation, such as log 0, made this NaN
-            found.append(source._replace(rank=2))
-        else:
-            found.append(Origin(2, source.given, gave))
-    return found
-
-
-def _source(kind: str, ins: Arrays, known: _Origins) -> Origin | None:
-    """Returns the origin of the operand that best explains a NaN or an infinity."""
+def _origin(
+    eqn: core.JaxprEqn, ins: Arrays, known: _Origins, result: jax.Array, place: Place
+) -> Origin | None:
+    """Returns the origin of a result: that of an operand, or the equation itself."""
+    kind = _kind(result)
+    if not kind:
+        return None
     bad = [(_kind(x), origin) for x, origin in zip(ins, known, strict=True) if origin]
     # Without a NaN among the operands, infinities make one, as by their difference.
     same = [origin for own, origin in bad if own == "NaN" or kind == "infinity"]
-    sources = same or [origin for _, origin in bad]
-    return max(sources, key=lambda origin: origin.rank, default=None)
+    source = max(same or [origin for _, origin in bad], key=_rank, default=None)
+    if source is not None and source.rank == 2:
+        return source
+    gave = f"{_name(eqn)} gave {kind}{_at(place)}"
+    if source is None or _is_new(eqn, ins, result):
+        is_mask = (jnp.isfinite(result) | (result == -jnp.inf)).all()
+        return Origin(1 if is_mask else 2, None, gave)
+    if kind == "infinity":
+        return source
+    if source.rank == 1:  # the -inf of an operation, such as log 0, made this NaN
+        return source._replace(rank=2)
+    return Origin(2, source.given, gave)
 
 
 def _is_new(eqn: core.JaxprEqn, ins: Arrays, result: jax.Array) -> bool:

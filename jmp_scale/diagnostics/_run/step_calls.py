@@ -13,10 +13,9 @@ from jax.typing import ArrayLike
 
 from ..._scaling.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from ..._state import LossScale
-from ..._tree import is_data, is_module
+from ..._tree import find_nodes, is_data, is_module
 from ..._types import Function, Leaf, PyTree
 from .step_leaves import (
-    Form,
     Named,
     Path,
     flat,
@@ -33,10 +32,9 @@ from .step_leaves import (
     path_of,
     sampled,
 )
-from .step_rules import RULES, Level
+from .step_rules import RULES
 
 FAR = -(10**6)  # at this counter S does not grow, and a reset is recognized
-_OURS = (NoOpLossScale, StaticLossScale, DynamicLossScale)
 # What users' steps raise on purpose, what XLA raises, and the end of an iterator.
 _RAISED = (
     ArithmeticError,
@@ -83,23 +81,14 @@ class Run:
 
     @functools.cached_property
     def counted(self) -> dict[Path, str]:
-        """Returns "finite", "overflow", "kept" or "lost" for each loss scale."""
+        """Returns "finite", "overflow" or "kept" for each loss scale."""
         return {scale: self._count(scale) for scale in self.check.scales}
 
     def _count(self, scale: Path) -> str:
-        counter, s = (*scale, "counter"), (*scale, "loss_scale")
-        if s not in self.after:
-            return "lost"
-        if counter not in self.before:  # another rule of S, which may keep S = inf
-            new_s = self.change(s)
-            is_kept = np.isinf(new_s.new).any() and not any(
-                change.is_float and not change.is_equal
-                for change in self.changes.values()
-            )
-            return "overflow" if is_kept or (new_s.step < 0).any() else "finite"
-        moved = self.change(counter).step
-        if not moved.any():
+        counter = (*scale, "counter")
+        if not self.moved(counter):
             return "kept"
+        moved = self.change(counter).step
         return "finite" if ((moved > 0) & (moved < -FAR / 10)).all() else "overflow"
 
     @property
@@ -119,7 +108,12 @@ class Run:
             is_finite = bool((np.isfinite(new) | ~np.isfinite(old)).all())
         is_equal = np.array_equal(old, new, equal_nan=is_number)
         return Change(
-            sampled(old), sampled(new), is_equal, is_finite, is_number, new.ndim
+            sampled(old),
+            sampled(new),
+            is_equal,
+            is_finite,
+            is_number,
+            new.ndim,
         )
 
     def moved(self, path: Path) -> bool:
@@ -141,7 +135,10 @@ class Check:
     ) -> None:
         self._step, self._keywords, self._carried = step, [*kwargs], carried
         self._labels = [f"args[{i}]" for i in range(len(args))] + self._keywords
-        args = jax.tree.map(_with_leaves, (*args, *kwargs.values()), is_leaf=_is_scale)
+        args = *args, *kwargs.values()
+        scales = filter(_is_scale, jax.tree.leaves(args, is_leaf=_is_scale))
+        self.fixed = [x.loss_scale for x in scales if isinstance(x, StaticLossScale)]
+        args = jax.tree.map(_as_dynamic, args, is_leaf=_is_scale)
         self._graph, pairs, self._tree = flat(args)
         self._leaves = {path_of(keys): leaf for keys, leaf in pairs}
         self.arrays = {path: x for path, x in self._leaves.items() if is_data(x)}
@@ -151,38 +148,25 @@ class Check:
             end = jax.tree_util.keystr(keys[1 : len(path)])
             self.names[path] = self._labels[int(path[0])] + end
         # Variables of NNX outside of modules, as in an optimizer's state, are results.
-        nodes = jax.tree_util.tree_leaves_with_path(args, is_leaf=is_module)
-        modules = [path_of(keys) for keys, node in nodes if is_module(node)]
+        modules = [path_of(keys) for keys, _ in find_nodes(is_module, args)]
         below = (p for p in self._leaves if any(is_below(p, m) for m in modules))
         self._in_modules: set[Path] = set(below)
-        # Of a StaticLossScale, which has no leaves, S; of the others their paths.
-        self.fixed = [scale.loss_scale for scale in _constant_scales(args)]
         self.states = parents(self.arrays, "grads_finite", "applied", "skipped")
         self.scales = parents(self.arrays, "loss_scale", "counter")
         self._ours = (*self.scales, *parents(self.arrays, "first_norm", "pushed"))
-        for scale in parents(self.arrays, "loss_scale"):
-            # S of another rule: in a state, or alone in a loop by hand.
-            is_number = is_float(self.arrays[*scale, "loss_scale"])
-            is_alone = is_number and not (self.scales or self.fixed)
-            if scale not in self.scales and (scale[:-1] in self.states or is_alone):
-                self.scales.append(scale)
-                self._ours += ((*scale, "loss_scale"),)
         self._places: dict[Path, Path] | None = None
-        self.has_windows = any(path[-1] == "mini_step" for path in self.arrays)
         self.window = 1  # calls until an accumulated step ends
         self.start, self.count = self.arrays | self._apart(), 0
-        self.s = None if self.fixed else 8.0  # of the base; None: as it is
-        # Text and places of each finding, by its rule and level.
-        self.found: dict[tuple[str, Level], tuple[str, list[str]]] = {}
+        self.s = 8.0  # of the base
+        self.found: dict[str, tuple[str, list[str]]] = {}  # text and places by rule
         self.not_checked: list[str] = []
         self.raised: list[str] = []  # calls that raised, with the error of the first
         self.is_over = False  # later passes cannot run
-        self.wrapper = ""  # around with_loss_scale
         self.has_other_optimizers = False  # without a loss scale
 
     def _apart(self) -> Named:
         """Returns copies of other leaves, made larger: an average starts as a copy."""
-        copies: Counter[tuple[str, Form, bytes]] = Counter()
+        copies: Counter[tuple[object, ...]] = Counter()
         new = {}
         for path, x in self.arrays.items():
             is_state = path in self._in_modules or self.is_optimizer(path)
@@ -195,21 +179,11 @@ class Check:
             copies[key] += 1
         return new
 
-    def add(
-        self, rule: str, place: Path | str = "", is_sure: bool = True, **values: str
-    ) -> None:
-        """Records a finding at a leaf or result; one that is not sure is a note."""
-        level = RULES[rule].level if is_sure else "note"
+    def add(self, rule: str, place: Path | str = "", **values: str) -> None:
+        """Records a finding at a leaf or result."""
         finding = RULES[rule].text.format(**values), []
         where = place if isinstance(place, str) else self.names[place]
-        self.found.setdefault((rule, level), finding)[1].append(where)
-
-    def has(self, *rules: str) -> bool:
-        return any(rule in rules for rule, _ in self.found)
-
-    def node_name(self, path: Path, field: str = "loss_scale") -> str:
-        """Returns the name of a state or loss scale, by one of its fields."""
-        return self.names[*path, field].rpartition(field)[0].rstrip(".['")
+        self.found.setdefault(rule, finding)[1].append(where)
 
     def is_ours(self, path: Path) -> bool:
         """Whether a leaf is S, a flag or counter, or of a guard or a history."""
@@ -219,12 +193,6 @@ class Check:
 
     def is_optimizer(self, path: Path) -> bool:
         return any(is_below(path, p) for p in (*self.states, *self._ours))
-
-    @property
-    def unskipped(self) -> str:
-        """Returns the rule for a leaf that an applied step makes NaN or infinite."""
-        is_alone = self.states and not (self.wrapper or self.has_other_optimizers)
-        return "overflow hidden" if is_alone else "overflow stays"
 
     def start_at(self, run: Run, window: int) -> None:
         """Makes a run the one with which others are compared; they start as it did."""
@@ -240,6 +208,15 @@ class Check:
             run = self.run("later steps", follows=run) or run
         return run
 
+    def with_other_weights(self, s: float | None = None) -> Run | None:
+        """Calls an applied step with other values outside of the optimizers."""
+        values = {}
+        for path, change in self.base.changes.items():
+            if change.is_float and change.ndim and not self.is_optimizer(path):
+                values[path] = 1.5 * host(self.start[path]).astype(np.float64) + 0.01
+        run = self.run("other weights", s, values=values) if values else None
+        return run if run is not None and run.is_applied else None
+
     def run(
         self,
         what: str,
@@ -252,22 +229,17 @@ class Check:
         """Calls the step at S = `s`, of all loss scales or of `only` one; else base S.
 
         `values` has new entries of leaves. The call starts as the base did, or where
-        another ended. A `StaticLossScale` changes only where it is alone. Returns None
-        if the step raises, as its own checks may do; the first call may not.
+        another ended. Returns None if the step raises, as its own checks may do; the
+        first call may not.
         """
         before = {**self.start, **(follows.after if follows else {})}
         new = dict(values)
         for scale in self.scales:
             is_base = s is None or only not in (None, scale)
-            new[*scale, "loss_scale"] = np.float32((self.s if is_base else s) or 8.0)
-            if (*scale, "counter") in before:
-                new[*scale, "counter"] = counter
+            new[*scale, "loss_scale"] = np.float32(self.s if is_base else s)
+            new[*scale, "counter"] = counter
         before |= {path: like(before[path], value) for path, value in new.items()}
         args = self._copies(before)
-        constant_s = self.s if s is None else s
-        if not (self.scales or constant_s is None):
-            for constant in _constant_scales(args):  # infinity too
-                object.__setattr__(constant, "loss_scale", constant_s)
         self.count += 1
         first = len(args) - len(self._keywords)
         keywords = dict(zip(self._keywords, args[first:], strict=True))
@@ -288,14 +260,11 @@ class Check:
             plain = {p: x for p, x in before.items() if p not in self._in_modules}
             whole = self.states + self.scales
             self._places = matched(plain, results, whole, self._carried)
-        places, after = self._places, {}
-        for path in before:
-            if path in self._in_modules and path in held:
-                after[path] = held[path]
-            elif places.get(path) in results:
-                after[path] = results[places[path]]
-        used = set(places.values())
-        rest = {path: x for path, x in results.items() if path not in used}
+        places = self._places
+        after = {p: held[p] for p in before if p in self._in_modules and p in held}
+        after |= {p: results[q] for p, q in places.items() if q in results}
+        used = {*places.values()}
+        rest = {q: x for q, x in results.items() if q not in used}
         return Run(self, before, after, rest)
 
     def _copies(self, values: Mapping[Path, Leaf]) -> PyTree:
@@ -313,14 +282,8 @@ def _is_scale(x: PyTree) -> bool:
     return isinstance(x, LossScale) or is_module(x)
 
 
-def _with_leaves(x: PyTree) -> PyTree:
-    """Replaces a loss scale of a user's own class that has no leaf `loss_scale`."""
-    if not isinstance(x, LossScale) or isinstance(x, _OURS):
+def _as_dynamic(x: PyTree) -> PyTree:
+    """Replaces a loss scale whose S is no leaf, or may be none, by one with leaves."""
+    if not isinstance(x, LossScale) or isinstance(x, (NoOpLossScale, DynamicLossScale)):
         return x
-    has_leaf = ("loss_scale",) in named(x)
-    return x if has_leaf else DynamicLossScale(jnp.full(jnp.shape(x.loss_scale), 8.0))
-
-
-def _constant_scales(args: PyTree) -> list[StaticLossScale]:
-    leaves = jax.tree.leaves(args, is_leaf=_is_scale)
-    return [x for x in leaves if isinstance(x, StaticLossScale)]
+    return DynamicLossScale(jnp.full(jnp.shape(x.loss_scale), 8.0))

@@ -1,6 +1,5 @@
 """Names the leaves of a step's arguments, and finds them among its results."""
 
-import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -100,41 +99,27 @@ def matched(
     for position in carried:
         path = (str(position),)
         found[path] = path if path in results else ()  # the only result
-        if theirs.get(found[path]) != ours[path]:
+        if path not in before or theirs.get(found[path]) != ours[path]:
             raise ValueError(
-                "check_step: expected carried= to have positions of arguments that "
-                f"come back at that position of the results, got {position}; result "
-                f"{position} is not an array of that shape"
+                "check_step: expected carried= to have positions of bare arrays that "
+                f"come back at that position of the results, got {position}"
             )
-    taken = set(found.values())
     places: dict[Form, list[Path]] = {}
     for place, form in theirs.items():
         places.setdefault(form, []).append(place)
-
-    def is_free(leaves: dict[Path, Path]) -> bool:
-        return found.keys().isdisjoint(leaves) and taken.isdisjoint(leaves.values())
-
-    def gap(leaves: dict[Path, Path]) -> float:
-        return sum(_distance(before[p], results[q]) for p, q in leaves.items())
-
-    def rank(path: Path) -> tuple[int, int]:
-        return -len(ours[path]), len(path)
-
     inside = {p for p in ours if any(p != w and is_below(p, w) for w in whole)}
-    paths = [path for path in ours if path and path not in inside]
+    pairs: list[tuple[int, int, float, dict[Path, Path]]] = []
+    for path, form in ours.items():
+        for place in places.get(form, ()) if path and path not in inside else ():
+            if _may_match(path, place, form):
+                leaves = {(*path, *end): (*place, *end) for end, _ in form}
+                gap = sum(_distance(before[p], results[q]) for p, q in leaves.items())
+                pairs.append((-len(form), len(path), gap, leaves))
     # The largest parts first: parameters have the form of their moments.
-    for _, group in itertools.groupby(sorted(paths, key=rank), rank):
-        free = [path for path in group if (*path, *ours[path][0][0]) not in found]
-        pairs = [
-            {(*path, *end): (*place, *end) for end, _ in ours[path]}
-            for path in free
-            for place in places.get(ours[path], ())
-            if _may_match(path, place, ours[path])
-        ]
-        for leaves in sorted(filter(is_free, pairs), key=gap):
-            if is_free(leaves):
-                found |= leaves
-                taken.update(leaves.values())
+    for *_, leaves in sorted(pairs, key=lambda pair: pair[:3]):
+        is_free = found.keys().isdisjoint(leaves)
+        if is_free and not set(leaves.values()).intersection(found.values()):
+            found |= leaves
     return found
 
 

@@ -1,10 +1,7 @@
 """`check_step` names what is wrong with a step, and says nothing of right ones."""
 
-import dataclasses
 import functools
 import re
-import sys
-import types
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +33,7 @@ def first_of(kind, cases):
 
 
 # Only one of these is the cause.
-CAUSES = {"never unscaled", "unscaled twice", "partly unscaled", "clipped while scaled"}
+CAUSES = {"never unscaled", "unscaled twice", "clipped while scaled"}
 WRONG_STEPS = [(rule, name) for rule, steps in WRONG.items() for name in steps]
 
 
@@ -51,7 +48,7 @@ def test_a_mistake_is_named_with_its_cure(rule, name):
     assert rule not in CAUSES or CAUSES.intersection(problems) == {rule}
 
 
-QUICK = "step_of", "average, True", "copies", "raw_s", "ensemble", "nnx_step, True"
+QUICK = "average, True", "copies", "nnx_step, True"
 
 
 @pytest.mark.parametrize(
@@ -63,7 +60,7 @@ def test_a_right_or_cured_step_has_no_problem_above_a_note(name):
     found = check_step(step, *args)
     assert found.ok, str(found)
     assert CURED.get(name, set()).isdisjoint(p.rule for p in found.problems)
-    assert found.calls <= 46
+    assert found.calls <= 26
 
 
 def linear(w, x):
@@ -84,13 +81,6 @@ def sgd_step(w, state, x, twice=False, tx=SGD):
 SGD_STEP = jax.jit(sgd_step, static_argnames=("twice", "tx"))
 
 
-def test_a_state_that_comes_back_in_other_shapes_is_not_checked():
-    stacked = jax.jit(jax.vmap(sgd_step, in_axes=(None, None, 0)))  # as of a pmap
-    found = check_step(stacked, WEIGHTS, SGD.init(WEIGHTS), ROWS[None])
-    assert [p.rule for p in found.problems] == ["other shapes"]
-    assert not found.ok
-
-
 def test_a_step_is_traced_and_compiled_once():
     traces = []
 
@@ -99,14 +89,8 @@ def test_a_step_is_traced_and_compiled_once():
         return sgd_step(*args)
 
     compiled = jax.jit(step)
-    assert check_step(compiled, WEIGHTS, SGD.init(WEIGHTS), ROWS).calls > 20
+    assert check_step(compiled, WEIGHTS, SGD.init(WEIGHTS), ROWS).calls > 12
     assert len(traces) == compiled._cache_size() == 1
-
-
-def test_a_static_s_compiles_three_times():
-    step, args = step_of(inner="sgd", ls="static")
-    assert check_step(step, *args).ok
-    assert step._cache_size() == 3
 
 
 def test_arguments_are_as_they_were_and_may_be_donated():
@@ -116,15 +100,6 @@ def test_arguments_are_as_they_were_and_may_be_donated():
     assert check_step(step, params, state, x).ok
     same = jax.tree.map(np.array_equal, before, (params, state))
     assert all(jax.tree.leaves(same))
-
-
-def test_the_result_is_the_same_in_each_call():
-    step, args = step_of("never unscaled")
-    one, two = (check_step(step, *args) for _ in range(2))
-    assert one == two
-    levels = [problem.level for problem in one.problems]
-    assert levels == sorted(levels, key=["error", "warning", "note"].index)
-    assert one.problems[0].where == "args[1].inner_state[0].mu['w1'] (and 3 more)"
 
 
 def test_a_summary_has_each_problem_its_cure_and_what_was_not_checked():
@@ -158,14 +133,11 @@ def test_a_bare_array_is_state_if_it_is_named():
     assert "args[0]: a bare array" in str(unnamed)
     named = check_step(step, *args, carried=[0])
     assert [p.rule for p in named.problems] == ["changed on a skip"]
-    with pytest.raises(ValueError, match=r"carried=.* got 1"):
-        check_step(step, *args, carried=[1])
-    with pytest.raises(ValueError, match=r"come back .* got 2"):
-        check_step(step, *args, carried=[2])
+    for position in (1, 2):
+        with pytest.raises(ValueError, match=rf"come back .* got {position}"):
+            check_step(step, *args, carried=[position])
     with pytest.raises(TypeError, match=r"write carried=\(0,\)"):
         check_step(step, *args, carried=0)
-    with pytest.raises(TypeError, match="expected a function as step, got a dict"):
-        check_step(WEIGHTS, *args)
 
 
 class Trainer:
@@ -192,23 +164,15 @@ def test_a_step_whose_object_holds_the_state_is_not_called():
         assert not found.ok
 
 
-class Normalizer:
-    """Holds constants, and the last batch if it is told to."""
+def test_an_object_with_constants_does_not_hold_the_state():
+    class Normalizer:
+        def __init__(self):
+            self.mean = jnp.ones(4)
 
-    def __init__(self, keeps):
-        self.mean, self.keeps = jnp.ones(4), keeps
+        def step(self, w, state, x):
+            return SGD_STEP(w, state, x - self.mean / 2)
 
-    def step(self, w, state, x):
-        self.mean = jnp.mean(x, 0) if self.keeps else self.mean
-        return SGD_STEP(w, state, x - self.mean / 2)
-
-
-def test_an_object_with_constants_is_no_state_unless_a_call_changes_it():
-    args = WEIGHTS, SGD.init(WEIGHTS), ROWS
-    assert check_step(Normalizer(keeps=False).step, *args).ok
-    found = check_step(Normalizer(keeps=True).step, *args)
-    assert [p.rule for p in found.problems] == ["state out of reach"]
-    assert "each call changed it" in str(found)
+    assert check_step(Normalizer().step, WEIGHTS, SGD.init(WEIGHTS), ROWS).ok
 
 
 def test_keyword_arguments_are_named_as_they_are():
@@ -217,14 +181,11 @@ def test_keyword_arguments_are_named_as_they_are():
 
     keywords = {"w": WEIGHTS, "opt_state": SGD.init(WEIGHTS), "x": ROWS}
     assert check_step(step, **keywords).ok
-    twice = functools.partial(sgd_step, twice=True)
-    found = check_step(twice, WEIGHTS, state=SGD.init(WEIGHTS), x=ROWS)
-    assert found.problems[0].rule == "unscaled twice"
     old = check_step(
         lambda w, s: (SGD_STEP(w, s, ROWS)[0], s), WEIGHTS, s=SGD.init(WEIGHTS)
     )
     assert [(p.rule, p.where) for p in old.problems] == [
-        ("S never adjusted", "s.loss_scale")
+        ("S never adjusted", "s.loss_scale.loss_scale")
     ]
 
 
@@ -232,50 +193,48 @@ def test_a_step_that_is_skipped_in_any_case_says_so_and_no_more():
     found = check_step(SGD_STEP, WEIGHTS, SGD.init(WEIGHTS), ROWS * jnp.nan)
     assert [(p.rule, p.level) for p in found.problems] == [("not applied", "warning")]
     assert found.calls == 3
+    assert found.problems[0].text == "The step is skipped at S = 8."
 
 
-def test_a_step_that_overflows_at_8_is_checked_at_a_smaller_s():
+def overflowing(tx, twice=False):
+    """A step whose gradients overflow in float16 from S = 2 on."""
     half = jmp_scale.autocast(lambda w, x: 1e5 * linear(w, x), "float16")
-
-    def step(w, state, x, twice=False):
-        loss, grads = jmp_scale.value_and_grad(half, state.loss_scale)(w, x)
-        grads = state.loss_scale.unscale(grads) if twice else grads
-        updates, state = SGD.update(grads, state, w, value=loss)
-        return optax.apply_updates(w, updates), state, loss
-
-    args = WEIGHTS, SGD.init(WEIGHTS), ROWS
-    assert check_step(jax.jit(step), *args).ok
-    found = check_step(jax.jit(functools.partial(step, twice=True)), *args)
-    assert [p.rule for p in found.problems] == ["unscaled twice"]
-
-
-def test_a_static_s_at_which_every_step_overflows_is_named():
-    half = jmp_scale.autocast(linear, "float16")
-    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), jmp_scale.StaticLossScale(2.0**24))
 
     @jax.jit
     def step(w, state, x):
         loss, grads = jmp_scale.value_and_grad(half, state.loss_scale)(w, x)
+        grads = state.loss_scale.unscale(grads) if twice else grads
         updates, state = tx.update(grads, state, w, value=loss)
         return optax.apply_updates(w, updates), state, loss
 
-    (problem,) = check_step(step, WEIGHTS, tx.init(WEIGHTS), ROWS).problems
-    assert problem.rule == "S too large"
-    assert "skipped at S = 1.67772e+07, and applied at S = 8." in problem.text
+    return step, WEIGHTS, tx.init(WEIGHTS), ROWS
 
 
-@pytest.mark.parametrize("error", [FloatingPointError, MemoryError, StopIteration])
-def test_calls_that_raise_are_counted_and_the_first_error_is_named(error):
+def test_a_step_that_overflows_at_8_is_checked_at_a_smaller_s():
+    assert check_step(*overflowing(SGD)).ok
+    found = check_step(*overflowing(SGD, twice=True))
+    assert [p.rule for p in found.problems] == ["unscaled twice"]
+
+
+def test_a_static_s_at_which_every_step_overflows_is_named():
+    static = jmp_scale.StaticLossScale(2.0**24)
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), static)
+    (problem,) = check_step(*overflowing(tx)).problems
+    assert problem.rule == "not applied"
+    assert problem.text == "The step is skipped at S = 1.67772e+07."
+
+
+def test_calls_that_raise_are_counted_and_the_first_error_is_named():
     def step(w, state, x):
         if state.loss_scale.loss_scale != 8:
-            raise error("as planned")
+            raise StopIteration("as planned")
         return SGD_STEP(w, state, x)
 
     found = check_step(step, WEIGHTS, SGD.init(WEIGHTS), ROWS)
     (problem,) = (p for p in found.problems if p.rule == "raised")
     assert not found.ok
     assert re.match(rf"\d+ of {found.calls} calls raised", problem.text)
-    assert problem.text.endswith(f"S = 2^-17, {error.__name__}: as planned.")
+    assert problem.text.endswith("S = 2^-17, StopIteration: as planned.")
 
 
 def test_the_error_of_the_first_call_and_errors_of_types_come_out():
@@ -305,55 +264,6 @@ def test_a_step_whose_state_does_not_come_back_was_not_checked():
     assert not found.ok
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Additive(jmp_scale.LossScale):
-    loss_scale: jax.Array
-
-    def adjust(self, grads_finite, *, loss_finite=True):
-        s = jnp.where(grads_finite, self.loss_scale + 8, self.loss_scale / 2)
-        return Additive(jnp.where(loss_finite, s, self.loss_scale))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Exponent(jmp_scale.LossScale):
-    log2: jax.Array
-
-    @property
-    def loss_scale(self):
-        return 2.0**self.log2
-
-    def adjust(self, grads_finite, *, loss_finite=True):
-        return Exponent(jnp.where(grads_finite, self.log2, self.log2 - 1))
-
-
-@pytest.mark.parametrize("loss_scale", [Additive(32.0), Exponent(5.0)])
-def test_a_loss_scale_of_a_users_own_is_set_like_others(loss_scale):
-    loss_scale = jax.tree.map(jnp.float32, loss_scale)
-    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), loss_scale)
-    args = WEIGHTS, tx.init(WEIGHTS), ROWS
-    for twice, rules in ((False, []), (True, ["unscaled twice"])):
-        step = jax.jit(functools.partial(sgd_step, tx=tx, twice=twice))
-        assert [p.rule for p in check_step(step, *args).problems] == rules
-
-
-@pytest.mark.parametrize(
-    ("mistake", "says"),
-    [
-        ("apply_if_finite", "Leave out optax.apply_if_finite"),
-        ("MultiSteps", "with_loss_scale(optax.MultiSteps(tx, k)"),
-        ("zero_nans", "with_loss_scale(optax.chain(clip, tx)"),
-    ],
-)
-def test_the_cure_is_that_of_the_wrapper_around_with_loss_scale(mistake, says):
-    step, args = step_of(mistake, inner="sgd")
-    found = check_step(step, *args)
-    cures = {problem.cure for problem in found.problems if problem.level == "error"}
-    assert len(cures) == 1
-    assert says in cures.pop()
-
-
 def test_states_of_two_optimizers_as_arguments_are_no_chain():
     average = optax.ema(0.9)
 
@@ -367,7 +277,7 @@ def test_states_of_two_optimizers_as_arguments_are_no_chain():
     assert check_step(step, *args).problems == ()
 
 
-def test_a_linear_loss_that_is_not_returned_is_no_captured_one_for_sure():
+def test_a_linear_loss_that_is_not_returned_is_no_captured_one():
     adam = jmp_scale.with_loss_scale(optax.adam(0.1), DYNAMIC)
 
     @jax.jit
@@ -379,10 +289,7 @@ def test_a_linear_loss_that_is_not_returned_is_no_captured_one_for_sure():
         updates, state = adam.update(grads, state, w, value=loss)
         return optax.apply_updates(w, updates), state
 
-    found = check_step(step, WEIGHTS, adam.init(WEIGHTS), ROWS)
-    assert [(p.rule, p.level) for p in found.problems] == [
-        ("captured parameters", "note")
-    ]
+    assert check_step(step, WEIGHTS, adam.init(WEIGHTS), ROWS).problems == ()
 
 
 def test_an_old_state_is_the_only_mistake_of_a_step_that_returns_it():
@@ -401,26 +308,10 @@ def test_records_of_all_steps_may_change_on_a_skip():
     assert check_step(step, WEIGHTS, SGD.init(WEIGHTS), history, ROWS).ok
 
 
-def test_a_bar_shows_the_passes_where_tqdm_is_installed(monkeypatch):
-    shown = []
-
-    def tqdm(items, name, leave):
-        shown.append((name, leave))
-        return items
-
-    for name in ("tqdm", "tqdm.auto"):
-        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(tqdm=tqdm))
-    check_step(jax.jit(sgd_step), WEIGHTS, SGD.init(WEIGHTS), ROWS)
-    assert shown == [("check_step", False)]
-    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    assert check_step(jax.jit(sgd_step), WEIGHTS, SGD.init(WEIGHTS), ROWS).ok
-
-
 def test_each_rule_has_a_step_and_says_what_to_write():
     elsewhere = {
         "no loss scale", "state out of reach", "not applied", "nothing comes back",
-        "counts skipped steps", "comes back unchanged", "nothing changes",
-        "other shapes", "raised", "S too large", "gradients of zero",
+        "raised", "gradients of zero",
     }  # fmt: skip
     assert WRONG.keys() | elsewhere == RULES.keys()
     for rule in RULES.values():
@@ -431,7 +322,8 @@ def test_each_rule_has_a_step_and_says_what_to_write():
 def test_a_step_that_returns_what_it_got_changes_nothing():
     state = SGD.init(WEIGHTS)
     found = check_step(lambda w, state, x: (w, state), WEIGHTS, state, ROWS)
-    assert [p.rule for p in found.problems] == ["nothing changes"]
+    rules = [problem.rule for problem in found.problems]
+    assert rules == ["S never adjusted", "nothing learned"]
 
 
 def test_a_result_that_is_scaled_is_a_warning_unless_its_name_says_so():

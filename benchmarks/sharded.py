@@ -108,6 +108,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _exists(case: Case) -> bool:
+    if case.layout in MINIMAL:
+        return MINIMAL[case.layout].shared <= case.target.chips
     return case.program not in SUMMED or case.layout in ("DP", "FSDP")
 
 

@@ -1,8 +1,7 @@
 """What AdamW costs with half storage over float32 parameters and averages, as compiled.
 
 An update is compiled for a TPU or GPU that is not there, on the parameters of a
-transformer: `--layers 1` has 20 arrays, `--layers 6` 100. See the README of this folder
-for what to install.
+transformer of one layer. See the README of this folder for what to install.
 """
 
 import _harness
@@ -36,7 +35,6 @@ def main(argv=None):
     parser = _harness.parser(__doc__)
     targets = ("h100", "tpu-v5e")
     _harness.add_several(parser, "--targets", _targets.TARGETS, targets, "machines")
-    parser.add_argument("--layers", type=int, default=1, help="of the transformer")
     args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
     tables = []
@@ -45,14 +43,14 @@ def main(argv=None):
             raise SystemExit(f"half_storage_cost.py: --targets {name} {reason}")
         columns = ["parameters", "bytes a parameter", "temporaries", "M cycles"]
         table = _harness.Table(f"AdamW, {name}", [*columns, "kernels"])
-        table.rows = list(rows(_targets.Target(name), args.layers))
+        table.rows = list(rows(_targets.Target(name)))
         tables.append(table)
     _harness.report(tables, args.json, "compiled, not run")
 
 
-def rows(target, layers):
+def rows(target):
     """Read and written bytes and temporaries of each form, in bytes a parameter."""
-    sizes = _models.Transformer(layers=layers, vocabulary=8192)
+    sizes = _models.Transformer(layers=1, vocabulary=8192)
     init = _models.transformer(sizes).init
     shapes, _ = jax.eval_shape(init, jax.random.key(0))
     count = sum(array.size for array in jax.tree.leaves(shapes))

@@ -1,11 +1,16 @@
 """The main programs of the pages run under what JAX has to check a program."""
 
 import contextlib
+import functools
 import pathlib
 import re
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
+
+import jmp_scale
 
 ROOT = pathlib.Path(__file__).parents[1]
 BEFORE = """
@@ -28,22 +33,81 @@ def program_of(page):
     return "\n".join([BEFORE, *lines, AFTER])
 
 
-RANKS = {  # what they promote themselves
-    "README.md": "raise",
-    "docs/flax.md": "raise",
-    "docs/half-parameters.md": "allow",
-    "docs/devices.md": "raise",
-}
+# What a page's own program promotes: bfloat16 weights meet float32 inputs and a bias.
+PROMOTES = {"docs/half-parameters.md"}
+PAGES = [
+    *("README.md", "docs/flax.md", "docs/half-parameters.md"),
+    pytest.param("docs/devices.md", marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize("page", RANKS)
-def test_the_program_of_a_page_passes_the_checkers_of_jax(page):
+@contextlib.contextmanager
+def checkers(promotes=False):
+    with (
+        jax.checking_leaks(),
+        jax.debug_key_reuse(True),
+        jax.numpy_rank_promotion("allow" if promotes else "raise"),
+        jax.numpy_dtype_promotion("standard" if promotes else "strict"),
+    ):
+        yield
+
+
+def relaxed(make):
+    """An optimizer that itself may promote."""
+
+    def made(*args, **kwargs):
+        tx = optax.with_extra_args_support(make(*args, **kwargs))
+        wrap = jax.numpy_dtype_promotion("standard")
+        return optax.GradientTransformationExtraArgs(wrap(tx.init), wrap(tx.update))
+
+    return made
+
+
+def test_adam_of_optax_alone_fails_under_strict_promotion():
+    tx, x = optax.adam(0.1), jnp.ones(2)
+    with (
+        checkers(),
+        pytest.raises(ValueError, match="promotion=strict"),
+    ):
+        tx.update(x, tx.init(x))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_program_of_a_page_passes_the_checkers_of_jax(page, monkeypatch):
+    monkeypatch.setattr(optax, "adamw", relaxed(optax.adamw))
+    monkeypatch.setattr(optax, "adam", relaxed(optax.adam))
     program = compile(program_of(page), page, "exec")
-    with contextlib.ExitStack() as stack:
-        for checker in (
-            jax.checking_leaks(),
-            jax.debug_key_reuse(True),
-            jax.numpy_rank_promotion(RANKS[page]),
-        ):
-            stack.enter_context(checker)
+    with checkers(promotes=page in PROMOTES):
         exec(program, {"__name__": "page"})
+
+
+def test_half_storage_within_a_loss_scale_and_a_guard_passes_the_checkers_of_jax():
+    # Optax itself adds float32 updates to bfloat16 parameters.
+    apply_updates = jax.numpy_dtype_promotion("standard")(optax.apply_updates)
+    inner = optax.sgd(0.1, momentum=0.9)
+    key = jax.random.key(0)
+    tx = jmp_scale.with_loss_scale(
+        jmp_scale.with_half_storage(inner, averages=["trace"], key=key),
+        jmp_scale.DynamicLossScale(2.0**10),
+        guard=jmp_scale.SpikeGuard(),
+    )
+
+    @functools.partial(jmp_scale.autocast, dtype="float16")
+    def loss_fn(params, x):
+        return jnp.mean((x @ params["w"].astype(jnp.float32) - 1) ** 2)
+
+    @jax.jit
+    def train_step(params, opt_state, x):
+        value_and_grad = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)
+        loss, grads = value_and_grad(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        return apply_updates(params, updates), opt_state
+
+    params = {"w": jnp.ones((4, 2), jnp.bfloat16)}
+    with checkers():
+        opt_state = tx.init(params)
+        for size in (1.0, jnp.inf):
+            params, opt_state = train_step(params, opt_state, jnp.full((8, 4), size))
+        full = jmp_scale.full_parameters(params, opt_state)
+    assert full["w"].dtype == jnp.float32
+    assert int(opt_state.skipped) == 1

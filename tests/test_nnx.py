@@ -17,8 +17,6 @@ from helpers import (
     count_traces,
     data,
 )
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import jmp_scale
 from jmp_scale.diagnostics import precision_report
@@ -69,16 +67,10 @@ def values(model):
     return [jnp.asarray(leaf) for leaf in jax.tree.leaves(state)]
 
 
-@pytest.fixture(params=[pytest.param("eager", marks=pytest.mark.slow), "nnx.jit"])
-def compiled(request):
-    return jitted if request.param == "nnx.jit" else lambda step: step
-
-
 @pytest.mark.parametrize(
     ("tx", "bad", "with_value"),
     [
         (TX, OVERFLOWS, False),
-        pytest.param(TX, OVERFLOWS, True, marks=pytest.mark.slow),
         (GUARDED, LEAPS, True),
     ],
 )
@@ -103,29 +95,17 @@ def test_a_skipped_step_leaves_all_that_training_keeps_bit_identical(
     assert int(optimizer.step[...]) == 4
 
 
-def test_an_aux_is_returned_and_the_model_may_stand_second_or_have_a_name():
+def test_an_aux_is_returned_and_the_model_may_stand_second():
     def second(x, model):
         return model(x), "aux"
 
     model = Statistics()
     optimizer = Optimizer(model, STATIC)
     fun = optimizer.value_and_grad(second, argnums=1, has_aux=True)
-    for call in (lambda x: fun(x, model), lambda x: fun(model=model, x=x)):
-        (value, aux), grads = call(jnp.float32(2.0))
-        assert (float(value), aux, float(grads["w"][...])) == (2.0, "aux", 2.0)
-        assert float(model.last[...]) == 2.0
-        call(jnp.float32(jnp.inf))
-        assert float(model.last[...]) == 2.0
-
-
-def test_only_the_variables_of_wrt_are_trained():
-    model = nnx.Dict(a=nnx.Param(jnp.ones(2)), b=nnx.Param(jnp.ones(2)))
-    optimizer = Optimizer(model, STATIC, wrt=nnx.PathContains("b"))
-    stepper(lambda model, x: (model.a[...] * model.b[...] * x).sum())(
-        model, optimizer, 1.0
-    )
-    assert model.a[...].tolist() == [1, 1]
-    assert model.b[...].tolist() == pytest.approx([0.9, 0.9])
+    (value, aux), grads = fun(jnp.float32(2.0), model)
+    assert (float(value), aux, float(grads["w"][...])) == (2.0, "aux", 2.0)
+    fun(jnp.float32(jnp.inf), model)
+    assert float(model.last[...]) == 2.0
 
 
 def test_a_second_loss_scale_is_refused():
@@ -176,10 +156,8 @@ class Odd(nnx.Module):
         self.w, self.gain = nnx.Param(jnp.ones(2)), nnx.Param(jnp.ones(2))
         self.narrow = nnx.BatchStat(jnp.float32(3))
         self.table = nnx.BatchStat({"sum": jnp.zeros(2), "calls": [jnp.int32(0)]})
-        self.unwritten = nnx.Variable({"a": jnp.ones(1), "b": None})
         self.nothing = nnx.Variable(None)
         self.count, self.total = nnx.Variable(0), nnx.Variable(0.0)
-        self.pair = nnx.Variable((jnp.zeros([]), jnp.zeros(2)))
         self.key = nnx.Variable(jax.random.key(0))
         self.array = nnx.data(jnp.zeros(2))
         self.parts = nnx.List([nnx.BatchNorm(2, rngs=nnx.Rngs(0))])
@@ -190,7 +168,6 @@ class Odd(nnx.Module):
         self.table["calls"] = [self.table["calls"][0] + 1]
         write(self.count, read(self.count) + 1)
         write(self.total, read(self.total) + y.sum())
-        write(self.pair, (y.sum(), y))
         write(self.key, jax.random.split(read(self.key))[0])
         self.array = self.array + y
         self.gain[...] = self.gain * 2
@@ -200,11 +177,9 @@ class Odd(nnx.Module):
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
-def test_variables_of_any_content_are_written_by_applied_steps_and_put_back_by_others(
-    compiled,
-):
+def test_variables_of_any_content_are_written_by_applied_steps_and_put_back_by_others():
     model = Odd()
-    optimizer, step = Optimizer(model, optax.sgd(0.1)), compiled(odd_step)
+    optimizer, step = Optimizer(model, optax.sgd(0.1)), jitted(odd_step)
     step(model, optimizer, jnp.ones(2))
     first = values(model)
     assert model.narrow.dtype == jnp.float16  # that which the forward pass gave it
@@ -233,28 +208,22 @@ class Sower(nnx.Module):
         if not hasattr(self, "mean"):
             self.mean = nnx.BatchStat(jnp.zeros(2))
         self.mean[...] = 0.5 * self.mean[...] + y
-        if not hasattr(self, "seen"):
-            self.seen = nnx.BatchStat(jnp.zeros([0, 2]))
-        write(self.seen, jnp.concatenate([read(self.seen), y[None]]))
         return y.sum()
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
-def test_what_the_forward_pass_makes_or_lets_grow_stays_and_is_finite_after_a_skip(
-    compiled,
-):
+def test_what_the_forward_pass_makes_or_lets_grow_stays_and_is_finite_after_a_skip():
     model = Sower()
-    optimizer, step = Optimizer(model, optax.sgd(0.0)), compiled(odd_step)
+    optimizer, step = Optimizer(model, optax.sgd(0.0)), jitted(odd_step)
     for size, mean in ((OVERFLOWS, 0.0), (1.0, 1.0), (OVERFLOWS, 1.0), (2.0, 2.5)):
         step(model, optimizer, jnp.full(2, size))
         assert jmp_scale.all_finite(nnx.state(model))
         assert model.mean[...].tolist() == [mean, mean]
     assert [h["y"].tolist() for h in model.h] == [[0, 0], [1, 1], [0, 0], [2, 2]]
     assert [h["rows"].tolist() for h in model.h] == [2, 2, 2, 2]
-    assert model.seen[...].tolist() == [[0, 0], [1, 1], [0, 0], [2, 2]]
 
 
-def test_every_module_among_the_arguments_is_put_back(compiled):
+def test_every_module_among_the_arguments_is_put_back():
     def loss(model, others, x):
         is_leaf = lambda m: isinstance(m, Statistics)  # noqa: E731
         for other in jax.tree.leaves(others, is_leaf=is_leaf):
@@ -267,10 +236,10 @@ def test_every_module_among_the_arguments_is_put_back(compiled):
     models = [Statistics() for _ in range(3)]
     others = {"a": [models[1]]}, 3, nnx.List([models[2]])
     optimizer = Optimizer(models[0], optax.sgd(0.1))
-    compiled(step)(models[0], optimizer, others, jnp.float32(2.0))
+    jitted(step)(models[0], optimizer, others, jnp.float32(2.0))
     kept = [model.last[...] for model in models]
     assert jnp.stack(kept).all()
-    compiled(step)(models[0], optimizer, others, jnp.float32(jnp.inf))
+    jitted(step)(models[0], optimizer, others, jnp.float32(jnp.inf))
     assert_bitwise_equal([model.last[...] for model in models], kept)
 
 
@@ -292,7 +261,7 @@ def test_a_lone_variable_and_a_random_stream_among_the_arguments_are_put_back():
 
 @pytest.mark.parametrize(
     ("argnums", "trained"),
-    [((0, 1), (0, 1)), ([1], (1,)), (-3, 0), (nnx.DiffState(0, nnx.Param), 0)],
+    [([1], (1,)), (-3, -3), (nnx.DiffState(0, nnx.Param), 0)],
 )
 def test_argnums_may_be_several_negative_or_states(argnums, trained):
     def loss_fn(a, b, x):
@@ -301,47 +270,9 @@ def test_argnums_may_be_several_negative_or_states(argnums, trained):
     a, b = Statistics(), Statistics()
     states = jax.tree.map(lambda n: nnx.DiffState(n, nnx.Param), trained)
     _, expected = nnx.value_and_grad(loss_fn, argnums=states)(a, b, jnp.float32(3.0))
-    for wrt in (nnx.Param, nnx.Any(nnx.Param)):
-        optimizer = Optimizer(a, STATIC, wrt=wrt)
-        _, grads = optimizer.value_and_grad(loss_fn, argnums)(a, b, jnp.float32(3.0))
-        assert_bitwise_equal(grads, expected)
-
-
-TREE_MODE = pytest.mark.skipif(
-    not hasattr(nnx, "set_graph_mode"), reason="this version of Flax has no tree mode"
-)
-
-
-@TREE_MODE
-def test_tree_mode_trains_and_puts_back_too():
-    model = Statistics()
-    with nnx.set_graph_mode(False):
-        optimizer = Optimizer(model, optax.sgd(0.5))
-        for x in (1.0, jnp.nan):
-            odd_step(model, optimizer, jnp.float32(x))
-        kept = float(model.w[...]), float(model.last[...]), int(optimizer.step[...])
-        assert kept == (0.5, 1.0, 1)
-        # Its gradients are those of all variables.
-        nothing = Optimizer(model, optax.sgd(0.5), wrt=nnx.PathContains("other"))
-        odd_step(model, nothing, jnp.float32(1.0))
-        assert model.w[...] == 0.5
-
-
-@TREE_MODE
-def test_in_tree_mode_a_module_that_nothing_writes_to_may_be_of_an_outer_trace():
-    student, teacher = (nnx.Linear(2, 2, rngs=nnx.Rngs(seed)) for seed in (0, 1))
-    optimizer = Optimizer(student, optax.sgd(0.1))
-
-    @jax.jit
-    def distill(x):
-        fun = optimizer.value_and_grad(lambda a, b, x: ((a(x) - b(x)) ** 2).mean())
-        return fun(student, teacher, x)[0]
-
-    x = jnp.ones((3, 2))
-    with nnx.set_graph_mode(False):
-        loss = distill(x)
-    expected = ((student(x) - teacher(x)) ** 2).mean()
-    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    optimizer = Optimizer(a, STATIC)
+    _, grads = optimizer.value_and_grad(loss_fn, argnums)(a, b, jnp.float32(3.0))
+    assert_bitwise_equal(grads, expected)
 
 
 def test_autocast_leaves_an_object_that_is_only_read_as_it_is():
@@ -359,32 +290,6 @@ def test_autocast_leaves_an_object_that_is_only_read_as_it_is():
     got = gradients(jmp_scale.nnx.autocast(loss, "bfloat16"))
     for a, b in zip(*map(jax.tree.leaves, (got, gradients(loss))), strict=True):
         assert jnp.allclose(a, b, rtol=0.02)
-
-
-def test_autocast_warns_once_of_a_name_that_matches_nothing():
-    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    fun = jmp_scale.nnx.autocast(nnx.Linear.__call__, "bf16", keep_float32=("typo",))
-    with pytest.warns(UserWarning, match=r"names nothing .*'typo'"):
-        fun(model, jnp.ones((3, 2)))
-    fun(model, jnp.ones((3, 2)))  # where a warning is an error
-
-
-def test_a_name_of_an_attribute_warns_and_lists_classes():
-    class Net(nnx.Module):
-        def __init__(self, rngs):
-            self.head = nnx.Linear(2, 2, rngs=rngs)
-
-        def __call__(self, x):
-            return self.head(x)
-
-    model, x = Net(nnx.Rngs(0)), jnp.ones((3, 2))
-    fun = jmp_scale.nnx.autocast(Net.__call__, "bf16", keep_float32="head")
-    words = r"\['head'\]; there are .*Linear.* classes of NNX modules, not their attrib"
-    with pytest.warns(UserWarning, match=words):
-        fun(model, x)
-    named = jmp_scale.nnx.autocast(Net.__call__, "bf16", keep_float32="Linear")
-    with pytest.warns(UserWarning, match="keep_float32 around them"):
-        assert (named(model, x) == model(x)).all()
 
 
 def test_marked_layers_are_trained_with_their_model():
@@ -408,23 +313,8 @@ def test_marked_layers_are_trained_with_their_model():
     assert model.head.kernel is model.head.fun.kernel
 
 
-def test_of_micro_batches_added_by_hand_only_the_bad_one_is_put_back(compiled):
-    model = Statistics()
-    optimizer = Optimizer(model, optax.sgd(0.1))
-
-    def step(model, optimizer, xs):
-        fun = optimizer.value_and_grad(lambda m, x: m(x))
-        grads = [fun(model, x)[1] for x in xs]
-        optimizer.update(model, jax.tree.map(lambda *g: sum(g), *grads))
-
-    compiled(step)(model, optimizer, jnp.array([1.0, 2.0, jnp.nan]))
-    assert float(model.last[...]) == 2.0
-    assert int(optimizer.opt_state.skipped[...]) == 1
-
-
-@pytest.mark.parametrize("place", [lambda x: x, lambda x: {"a": [x]}])
-def test_gradients_before_the_model_are_refused(place):
-    model = place(Statistics())
+def test_gradients_before_the_model_are_refused():
+    model = {"a": [Statistics()]}
     optimizer = Optimizer(model, optax.sgd(0.1))
     grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
     with pytest.raises(TypeError, match=r"model before its gradients, got State and"):
@@ -451,11 +341,8 @@ def test_the_report_differentiates_only_the_trained_variables_of_an_optimizer():
     assert "transform=optimizer.value_and_grad" in message
 
 
-@pytest.mark.parametrize(
-    ("axis_name", "expected"), [("i", [False, False]), ((), [True, False])]
-)
-def test_replicas_that_apply_a_step_keep_its_statistics(axis_name, expected):
-    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), axis_name=axis_name)
+def test_replicas_that_apply_a_step_keep_its_statistics():
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), axis_name=())
     model = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
     graph, state = nnx.split((model, Optimizer(model, tx)))
 
@@ -467,9 +354,5 @@ def test_replicas_that_apply_a_step_keep_its_statistics(axis_name, expected):
         return model.mean[...].any()[None], optimizer.opt_state.applied[...][None]
 
     x = jnp.ones((2, 1, 4, 3)).at[1, 0, 0, 0].set(jnp.inf)  # of the second replica
-    mesh = jax.make_mesh((2,), ("i",), (AxisType.Auto,), devices=jax.devices()[:2])
-    options = {"in_specs": (P(), P("i")), "out_specs": P("i"), "check_vma": False}
-    by_vmap = jax.vmap(step, in_axes=(None, 0), axis_name="i")
-    for run in (by_vmap, jax.shard_map(step, mesh=mesh, **options)):
-        kept, applied = jax.jit(run)(state, x)
-        assert applied.ravel().tolist() == kept.ravel().tolist() == expected
+    kept, applied = jax.jit(jax.vmap(step, (None, 0), axis_name="i"))(state, x)
+    assert applied.ravel().tolist() == kept.ravel().tolist() == [True, False]

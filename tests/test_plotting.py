@@ -36,13 +36,6 @@ GRADIENTS = diagnostics.GradientComparison(
 )
 
 
-def texts(ax):
-    """Whatever text the axes show, as matplotlib's objects."""
-    legend = ax.get_legend().get_texts() if ax.get_legend() else []
-    labels = [ax.title, ax.xaxis.label, ax.yaxis.label, *ax.get_yticklabels()]
-    return [x for x in (*ax.texts, *legend, *labels) if x.get_text()]
-
-
 def marked(ax, label):
     """The points that a label marks."""
     (line,) = [x for x in ax.lines if x.get_label() == label]
@@ -85,22 +78,6 @@ def test_a_run_without_spikes_is_drawn_whatever_its_losses(loss):
     assert len(top.lines) == 1
     assert top.get_yscale() == ("log" if loss > 0 else "linear")
     figure.canvas.draw()
-
-
-def relative_luminance(color):
-    """By the Web Content Accessibility Guidelines 2.1."""
-    rgb = np.array(mpl.colors.to_rgb(color))
-    linear = np.where(rgb <= 0.03928, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
-    return linear @ [0.2126, 0.7152, 0.0722]
-
-
-def test_a_history_can_be_read_on_a_light_and_on_a_dark_page():
-    for ax in plotting.plot_history(spike_history()):
-        for text in texts(ax):
-            own = relative_luminance(text.get_color())
-            for page in ("white", "#0d1117"):  # GitHub's dark page
-                bright, dark = sorted([own, relative_luminance(page)], reverse=True)
-                assert (bright + 0.05) / (dark + 0.05) > 3  # large text, level AA
 
 
 def test_each_leaf_shows_its_error_below_the_window_of_loss_scales():

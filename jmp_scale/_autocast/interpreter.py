@@ -177,14 +177,13 @@ class Interpreter:
     ) -> None:
         """Adds values; those that have names are named."""
         for v, x in results.items():
-            is_named = v in reading.names
-            values[v] = self.named(v, x, reading.names[v], values) if is_named else x
-
-    def named(self, v: Var, x: jax.Array, name: str, values: Values) -> jax.Array:
-        """Names the result of a product; a policy saves results by their names."""
-        half = checkpoint_name(x.astype(self.forward), name)
-        values.casts[v, self.forward] = half
-        return half.astype(x.dtype)
+            if name := reading.names.get(v):
+                # A policy saves results of products by their names.
+                dtype = self.forward if v in reading.halves else x.dtype
+                named = checkpoint_name(x.astype(dtype), name)
+                values.casts[v, dtype] = named
+                x = named.astype(x.dtype)
+            values[v] = x
 
     def rounded(self, x: jax.Array) -> jax.Array:
         """Rounds `x` and its cotangent to half precision, once for all readers."""

@@ -95,8 +95,8 @@ class Reading(NamedTuple):
     # these in half precision.
     stored: dict[Var, np.dtype]
     halves_of_stored: set[Var]
-    # Names that the program gives to results of products, which have them in half
-    # precision: policies of `jax.checkpoint` save what has a name.
+    # Names that the program gives to results of products, which have them in the dtype
+    # in which they are saved: policies of `jax.checkpoint` save what has a name.
     names: dict[Var, str]
 
     def origin(self, v: Var) -> Origin:
@@ -232,7 +232,7 @@ class _Reader:
         """Returns the equation, or a copy if it names the result of a product."""
         for v in variables(eqn.invars) if _jaxpr.name_of(eqn) == "name" else ():
             product = self._maker[v].half_product if v in self._maker else None
-            if product and not product.has_float32_result:
+            if product:
                 self.names[v] = _jaxpr.params_of(eqn)["name"]
                 return eqn.replace(primitive=jax.lax.copy_p, params={})
         return eqn

@@ -1,7 +1,7 @@
 """`compare_speed`: times the gradient of a loss in float32 and in half precision."""
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +9,13 @@ import jax.numpy as jnp
 from .._types import Arrays, Function, PyTree
 from ._backward import Backward, Loss, concrete_arrays, narrow_dtypes, start_of
 from ._tables import percent, power, printed
-from ._timing import Comparison, compare, compiling, markdown
+from ._timing import compare, compiling, markdown
 
 _SECONDS = 10.0  # of the rounds
 
 
 @printed
-@dataclasses.dataclass(frozen=True)
-class SpeedComparison:
+class SpeedComparison(NamedTuple):
     """The result of `compare_speed`, in Python values.
 
     Attributes:
@@ -32,6 +31,7 @@ class SpeedComparison:
       error: norm of the difference of both gradients over the norm of the float32 one;
         infinite if it is not finite.
       loss_scale: S of the half-precision gradient; 1 without float16.
+      table: all of these in Markdown, with float32 beside itself.
     """
 
     milliseconds: float
@@ -43,7 +43,7 @@ class SpeedComparison:
     half_mebibytes: float | None
     error: float
     loss_scale: float
-    _comparison: Comparison = dataclasses.field(kw_only=True, repr=False)
+    table: str
 
     def summary(self) -> str:
         """Returns whether half precision is faster, and the table."""
@@ -61,7 +61,7 @@ class SpeedComparison:
         text += f", and its gradient is off by {percent(self.error)}"
         if self.loss_scale != 1:
             text += f" at loss scale {power(self.loss_scale)}"
-        return f"{text}.\n\n{markdown(self._comparison)}"
+        return f"{text}.\n\n{self.table}"
 
 
 def compare_speed(
@@ -95,48 +95,38 @@ def compare_speed(
     )
     arrays, rejoin = concrete_arrays(function, args)
 
-    def run_half(s: jax.Array, arrays: Arrays) -> Backward:
-        return half.run(s, rejoin(arrays))
+    def gradient(loss: Loss, s: float) -> Callable[[Arrays], Backward]:
+        return lambda arrays: loss.run(s, rejoin(arrays))
 
-    s = 1.0
-    jitted = jax.jit(run_half)
-    if "float16" in narrow_dtypes(jitted.trace(jnp.float32(1), arrays).jaxpr):
-        start = start_of(function, None)
-        _, s = start.found(lambda s: jitted(s, arrays))
-        compile_half = compiling(run_half, jnp.float32(s), arrays)
-    else:
-        # S = 1 is a constant, which the compiler leaves out.
-        compile_half = compiling(lambda arrays: half.run(1.0, rejoin(arrays)), arrays)
-    compile_full = compiling(lambda arrays: full.run(1.0, rejoin(arrays)), arrays)
+    s, run_half = 1.0, jax.jit(lambda s, arrays: half.run(s, rejoin(arrays)))
+    if "float16" in narrow_dtypes(run_half.trace(jnp.float32(1), arrays).jaxpr):
+        _, s = start_of(function, None).found(lambda s: run_half(s, arrays))
     # Compiled here, so that an error of the loss comes out.
-    programs = {"float32": compile_full(), "half precision": compile_half()}
+    programs = {
+        "float32": compiling(gradient(full, 1.0), arrays)(),
+        "half precision": compiling(gradient(half, s), arrays)(),
+    }
     found = compare(
         "value and gradient",
         {name: lambda program=program: program for name, program in programs.items()},
         _SECONDS,
         gradient_of=lambda found: found.leaves,
     )
-    return _result(found, s)
-
-
-def _result(found: Comparison, s: float) -> SpeedComparison:
-    """Returns the measurements of both programs by name."""
-    full, half, _ = found.rows
-    if full.milliseconds is None or half.milliseconds is None or half.gain is None:
+    row, half_row, *_ = found.rows
+    if half_row.gain is None:
         raise RuntimeError(
-            f"compare_speed: expected both programs to run, got for {full.program}: "
-            f"{full.note or 'ran'}; for {half.program}: {half.note or 'ran'}; "
-            "free memory on the device, or pass a smaller batch"
+            "compare_speed: expected both programs to run, got "
+            f"{row.note or half_row.note}; pass a smaller batch"
         )
     return SpeedComparison(
-        milliseconds=full.milliseconds,
-        half_milliseconds=half.milliseconds,
-        gain=half.gain.median,
-        gain_range=(half.gain.low, half.gain.high),
+        milliseconds=row.milliseconds or 0.0,
+        half_milliseconds=half_row.milliseconds or 0.0,
+        gain=half_row.gain.median,
+        gain_range=(half_row.gain.low, half_row.gain.high),
         believable=found.believable or 1.0,
-        mebibytes=full.mebibytes,
-        half_mebibytes=half.mebibytes,
-        error=float("inf") if half.error is None else half.error,
+        mebibytes=row.mebibytes,
+        half_mebibytes=half_row.mebibytes,
+        error=half_row.error if half_row.error is not None else float("inf"),
         loss_scale=s,
-        _comparison=found,
+        table=markdown(found),
     )

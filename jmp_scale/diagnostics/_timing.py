@@ -11,7 +11,6 @@ import jax
 from .._scaling.finite import finite_and_norm
 from .._tree import promote_to_float32
 from .._types import Function, PyTree
-from ._tables import with_progress
 
 CONTROL = " beside itself"  # the first program's name goes before
 
@@ -97,7 +96,7 @@ def compare(
     ready: dict[str, Program] = {}
     errors: dict[str, float] = {}
     notes: dict[str, str] = {}
-    for name, compile_ in with_progress([*programs.items()], "compiling"):
+    for name, compile_ in programs.items():
         try:
             program = compile_()
             results = jax.block_until_ready(program.run())
@@ -105,39 +104,31 @@ def compare(
             notes[name] = f"refused: {type(error).__name__}"
             continue
         ready[name] = program
-        if gradient_of is None:
-            continue
-        if name == base:
+        if gradient_of is not None and name == base:
             reference = gradient_of(results)
-        elif reference is not None:
+        elif gradient_of is not None and reference is not None:
             errors[name] = relative_error(gradient_of(results), reference)
     if base in ready:
         # The control runs at the end of a round, as far from the base as the others.
         ready[base + CONTROL] = ready[base]
     times = _times(ready, seconds, notes)
-
-    def gain_of(name: str) -> Ratio | None:
-        if name == base or base not in times or name not in times:
-            return None
-        return Ratio.of([a / b for a, b in zip(times[base], times[name], strict=True)])
-
-    rows = []
-    for name in dict.fromkeys([*programs, *ready]):
-        if name not in times:
-            rows.append(Row(name, note=notes[name]))
-            continue
-        median = statistics.median(times[name])
-        rows.append(
-            Row(
-                name,
-                milliseconds=1000 * median,
-                gain=gain_of(name),
-                mebibytes=ready[name].mebibytes,
-                error=errors.get(name),
-                teraflops=None if flops is None else flops / median / 1e12,
-            )
+    rows = [Row(name, note=note) for name, note in notes.items()]
+    for name, own in times.items():
+        gain, median = None, statistics.median(own)
+        if name != base and base in times:
+            gain = Ratio.of([a / b for a, b in zip(times[base], own, strict=True)])
+        row = Row(
+            name,
+            milliseconds=1000 * median,
+            gain=gain,
+            mebibytes=ready[name].mebibytes,
+            error=errors.get(name),
+            teraflops=None if flops is None else flops / median / 1e12,
         )
-    control = gain_of(base + CONTROL)
+        rows.append(row)
+    order = [*programs, base + CONTROL]
+    rows.sort(key=lambda row: order.index(row.program))
+    control = rows[-1].gain if rows[-1].program == base + CONTROL else None
     believable = max(control.high, 1 / control.low) if control else None
     return Comparison(title, tuple(rows), believable)
 
@@ -227,26 +218,22 @@ def _times(
     """
     times: dict[str, list[float]] = {name: [] for name in programs}
     calls = dict.fromkeys(programs, 1)
-
-    def sample(name: str) -> float | None:
-        try:
-            return seconds_of(programs[name].run, calls[name])
-        except _REFUSALS as error:
-            notes[name] = f"failed: {type(error).__name__}"
-            del times[name]
-            return None
-
-    for name in programs:
-        once = sample(name)
-        if once is not None:
-            calls[name] = min(max(round(_SAMPLE / once), 1), 1000)
-    end = time.perf_counter() + seconds
-    for i in range(_ROUNDS.stop - 1):
-        if i >= _ROUNDS.start and time.perf_counter() > end:
+    end = 0.0
+    for i in range(_ROUNDS.stop):  # the first one tells how many calls fill a sample
+        if i > _ROUNDS.start and time.perf_counter() > end:
             break
         # The order alternates, which cancels a drift of the clock.
         for name in list(times)[:: -1 if i % 2 else 1]:
-            found = sample(name)
-            if found is not None:
+            try:
+                found = seconds_of(programs[name].run, calls[name])
+            except _REFUSALS as error:
+                notes[name] = f"failed: {type(error).__name__}"
+                del times[name]
+                continue
+            if i == 0:
+                calls[name] = min(max(round(_SAMPLE / found), 1), 1000)
+            else:
                 times[name].append(found)
+        if i == 0:
+            end = time.perf_counter() + seconds
     return times

@@ -41,12 +41,9 @@ scaled("stream_of_1e6_rms_norm", 1e6, lambda h, w: jnp.square(rms(h) @ w))
 scaled("layer_norm_of_3e5", 3e5, lambda h, w: jnp.square(jax.nn.standardize(h) @ w))
 scaled("log_of_1e6", 1e6, lambda h, w: jnp.log(jnp.abs(h) + 1))
 scaled("square_of_1e5", 1e5, lambda h, w: (h / 1e5) ** 2)
-scaled("sine_of_500", 500.0, lambda h, w: jnp.sin(h))
-scaled("inverse_of_1e_9", 1e-9, lambda h, w: 1 / (jnp.abs(h) + 1e-10) * 1e-9)
 scaled("cosine", 1e5, lambda h, w: h / jnp.linalg.norm(h, axis=1)[:, None] @ w)
 scaled("huber", 1e3, lambda h, w: jnp.where(abs(h) < 1e3, h * h / 2e3, abs(h)))
 scaled("logsumexp", 100.0, lambda h, w: jax.nn.logsumexp(h, -1))
-scaled("power", 10.0, lambda h, w: jnp.abs(h) ** 3.3 * 1e-3)
 scaled("rounded", 4.0, lambda h, w: (h + lax.stop_gradient(jnp.round(h) - h)) ** 2)
 
 
@@ -57,14 +54,6 @@ def carry_of_7e6(w, x):
 
     c, ys = lax.scan(step, 7e6 * (1 + x), None, length=4)
     return jnp.log(jnp.linalg.norm(c)) + 1e-7 * jnp.mean(ys)
-
-
-@hostile
-def concentrations(w, x):
-    def step(c, _):
-        return c * jnp.exp(0.1 * jnp.tanh(jnp.log(c) @ w / 20)), None
-
-    return jnp.mean(jnp.log(lax.scan(step, 1e-9 * jnp.exp(x), None, length=4)[0]))
 
 
 @hostile
@@ -89,13 +78,6 @@ def gathered_energies(w, x):
     return 1e4 * jnp.mean((-76.4 + 0.01 * (jnp.tanh(x @ w) @ w) - y) ** 2)
 
 
-@hostile
-def distillation(w, x):
-    student = jax.nn.softmax(10 * x @ w)
-    teacher = lax.stop_gradient(jax.nn.softmax(jnp.tanh(x @ A) @ B))
-    return -jnp.mean(teacher * jnp.log(student))
-
-
 def masked(name, mask):
     def program(w, x):
         h = x + jnp.tanh(x @ w)
@@ -107,11 +89,8 @@ def masked(name, mask):
 masked("mask_of_the_maximum", lambda h: h == h.max(-1, keepdims=True))
 masked("mask_of_the_maximum_of_columns", lambda h: h == h.max(0, keepdims=True))
 masked("top_k_by_threshold", lambda h: h >= jnp.sort(h)[:, -4:-3])
-masked("top_k", lambda h: h >= lax.top_k(h, 4)[0][:, -1:])
 masked("nearest_code", lambda h: jax.nn.one_hot(jnp.argmin(h, -1), N))
-masked("rank", lambda h: jnp.argsort(jnp.argsort(h)) / N)
 masked("median", lambda h: h > jnp.median(h, -1, keepdims=True))
-masked("running_maximum", lambda h: h == lax.cummax(h, axis=1))
 
 
 @hostile
@@ -245,9 +224,3 @@ def mixture_of_experts(w, x):
 @hostile
 def loss_of_a_gradient(w, x):
     return mean_square(jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w) @ w))(x))
-
-
-@hostile
-def norm_in_a_loss_of_a_gradient(w, x):
-    energy = lambda x: jnp.sum(jax.nn.standardize(x @ w, 0) ** 3 @ w)  # noqa: E731
-    return mean_square(jax.grad(energy)(x))

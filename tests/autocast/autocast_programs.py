@@ -98,17 +98,6 @@ def scan_reversed_and_unrolled(w, x):
 
 
 @program
-def nested_scans(w, x):
-    def inner(y, _):
-        return layer(w, y), None
-
-    def outer(y, _):
-        return lax.scan(inner, y, None, length=2)[0] + x, None
-
-    return mean_square(lax.scan(outer, x, None, length=2)[0])
-
-
-@program
 def while_loop(w, x):
     fixed = lax.stop_gradient(w)
 
@@ -162,12 +151,6 @@ opaque.defvjp(lambda w, x: (x @ w, (w, x)), lambda r, g: (r[1].T @ g, g @ r[0].T
 @program(halves=False)
 def custom_vjp_with_products(w, x):
     return mean_square(opaque(w, layer(w, x)))
-
-
-@program
-def jacobians_inside(w, x):
-    f = lambda y: layer(w, jnp.stack([y, x[0]]))[0]  # noqa: E731
-    return mean_square(jax.jacfwd(f)(x[0])) + mean_square(jax.jacrev(f)(x[1]))
 
 
 @program(args=(K3, IMAGE))
@@ -284,15 +267,6 @@ def named_scopes_and_names(w, x):
 def log_of_a_marked_part(w, x):
     tiny = jmp_scale.keep_float32(lambda w, x: jnp.exp(-20 - jnp.abs(x @ w)))
     return -jnp.mean(jnp.log(tiny(w, layer(w, x))))
-
-
-@program(halves=False)
-def distances_by_an_exact_product(w, x):
-    y = 5 + 0.1 * layer(w, x)
-    squares = jnp.sum(y * y, -1)
-    products = jnp.dot(y, y.T, precision="highest")
-    distances = squares[:, None] + squares[None] - 2 * products + jnp.eye(len(x))
-    return jnp.mean(1 / jnp.sqrt(distances))
 
 
 @program

@@ -119,15 +119,6 @@ def test_products_of_integers_and_of_constants_stay_float32():
     assert sorted(lhs for lhs, _ in pairs) == ["bfloat16", "float32", "float32"]
 
 
-def test_a_model_whose_parameters_are_constants_is_half_precision_behind_a_loop():
-    def logits(ids):
-        h = lax.fori_loop(0, 2, lambda _, h: jnp.tanh(h @ W), X[ids])
-        return h @ W
-
-    pairs = products(autocast(logits, "bfloat16"), jnp.arange(8))
-    assert pairs == [("bfloat16", "bfloat16")] * 2
-
-
 @pytest.mark.parametrize("share", one_of(2, [False, True]))
 def test_all_machines_compute_the_same(share):
     def loss(w, x):

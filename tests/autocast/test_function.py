@@ -89,18 +89,3 @@ def test_a_decorated_method_of_a_module_is_differentiated():
 def test_a_decorated_function_is_pickled_by_its_name():
     assert pickle.loads(pickle.dumps(decorated)) is decorated
     assert copy.deepcopy(decorated) is decorated
-
-
-def test_the_result_is_a_function_of_jax_s_transformations():
-    half = autocast(loss, "bfloat16")
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def results(half, w):
-        grads = jax.grad(half)(w), jax.grad(jax.jit(half))(w)
-        batch = jax.vmap(half)(jnp.stack([w, 2 * w]))
-        return grads, batch, jax.tree_util.Partial(half, w)()
-
-    grads, batch, value = results(half, W)
-    assert [grad.tolist() for grad in grads] == [[[4.0] * 4] * 4] * 2
-    assert batch.tolist() == [8, 32]
-    assert float(value) == 8

@@ -102,16 +102,3 @@ def test_a_value_is_returned_and_the_other_array_is_differentiated():
     grad, of_value = jax.jit(jax.grad(f, (0, 1)))(X, value)
     np.testing.assert_allclose(grad, 2 * value * jnp.cos(X), rtol=1e-6)
     assert not of_value.any()
-
-
-@pytest.mark.xfail(raises=NotImplementedError, strict=True)
-def test_jax_transposes_a_checkpoint_under_remat3():
-    """When it does, `jax.checkpoint` serves in place of the module."""
-    if not hasattr(jax.config, "jax_remat3"):
-        pytest.xfail("a JAX without the flag")
-    before = jax.config.jax_remat3
-    jax.config.update("jax_remat3", True)
-    try:
-        jax.linear_transpose(jax.checkpoint(lambda t: 2 * t), 1.0)(1.0)
-    finally:
-        jax.config.update("jax_remat3", before)

@@ -93,18 +93,6 @@ def test_a_jitted_function_is_traced_anew_for_each_dtype():
 MARKS = pytest.mark.parametrize("mark", [keep_float32, in_half])
 
 
-@MARKS
-def test_arguments_of_other_kinds_pass_as_they_are(mark):
-    def dot(x, counts, flag, name):
-        assert (flag, name, counts.dtype) == (True, "static", jnp.int32)
-        return x @ W
-
-    def fun(x, counts):
-        return mark(dot)(x, counts, True, name="static") @ W
-
-    jax.eval_shape(autocast(fun, "bfloat16"), X, jnp.arange(3))
-
-
 class Net(eqx.Module):
     first: eqx.nn.Linear
     head: eqx.nn.Linear
@@ -146,16 +134,6 @@ def test_a_marked_layer_is_copied_with_its_mark(mark, copied):
     assert repr(other).startswith("MarkedLayer(fun=Linear(")
     with pytest.raises(AttributeError, match="nothing"):
         layer.nothing  # noqa: B018
-
-
-@MARKS
-def test_a_marked_method_is_one(mark):
-    class Solver:
-        @mark
-        def double(self, x):
-            return 2 * x
-
-    assert Solver().double(2) == 4
 
 
 @MARKS

@@ -2,6 +2,7 @@
 
 import functools
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,11 @@ from autocast_programs import IMAGE, K3, W, X, arrays, convolve
 from flax import nnx
 from helpers import EXPLICIT_TWO, one_of
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
+import jmp_scale.nnx
 from jmp_scale import autocast
 from jmp_scale._autocast import products as ops
 from jmp_scale._autocast.products import Fate, fate
@@ -121,14 +124,20 @@ def convolution(x, w):
     return convolve(x, w, (1, 1), "SAME")
 
 
-def in_scope(x, w):
-    with jax.named_scope("lm_head"):
-        return x @ w
+class Head(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(16, use_bias=False, name="lm_head")(x)
 
 
 def in_linen(x, w):
-    params = {"params": {"kernel": w}}
-    return nn.Dense(16, use_bias=False, name="lm_head").apply(params, x)
+    return Head().apply({"params": {"lm_head": {"kernel": w}}}, x)
+
+
+def in_equinox(x, w):
+    layer = eqx.nn.Linear(16, 16, use_bias=False, key=jax.random.key(0))
+    with jax.named_scope("lm_head"):
+        return jax.vmap(eqx.tree_at(lambda m: m.weight, layer, w.T))(x)
 
 
 def in_nnx(x, w):
@@ -137,23 +146,39 @@ def in_nnx(x, w):
     return layer(x)
 
 
+def nnx_autocast(fun, dtype, **options):
+    """Of a function of a module."""
+    layer = nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(0))
+    half = jmp_scale.nnx.autocast(lambda layer, x: layer(x), dtype, **options)
+
+    def run(x, w):
+        layer.kernel[...] = w
+        return half(layer, x)
+
+    return run
+
+
 NAMED = {
-    "head": (head, X, W),
-    "convolution": (convolution, IMAGE, K3),
-    "lm_head": (in_scope, X, W),
-    "Dense": (in_linen, X, W),
-    "Linear": (in_nnx, X, W),
+    "a function": ("head", head, X, W),
+    "a convolution": ("convolution", convolution, IMAGE, K3),
+    "a weight stored in half": ("head", head, X, W.astype("bfloat16")),
+    "a scope of Equinox": ("lm_head", in_equinox, X, W),
+    "a Linen module": ("lm_head", in_linen, X, W),
+    "a class of Linen": ("Dense", in_linen, X, W),
+    "a class of NNX": ("Linear", in_nnx, X, W),
+    "nnx.autocast": ("Linear", in_nnx, X, W),
 }
 
 
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("name", NAMED)
 def test_a_named_product_has_half_operands_and_a_float32_result(name, recompute):
-    fun, *args = NAMED[name]
-    half = functools.partial(autocast, fun, "bfloat16", recompute=recompute)
+    called, fun, *args = NAMED[name]
+    cast = nnx_autocast if name == "nnx.autocast" else autocast
+    half = functools.partial(cast, fun, "bfloat16", recompute=recompute)
     # Half operands have exact products, whose sums are float32.
     exact = fun(*(x.astype("bfloat16").astype("float32") for x in args))
-    found = half(float32_results=(name,))(*args)
+    found = half(float32_results=(called,))(*args)
     np.testing.assert_allclose(found, exact, rtol=1e-6, atol=1e-6)
     assert float(jnp.max(jnp.abs(half()(*args) - exact))) > 1e-4
 
@@ -181,19 +206,25 @@ def test_a_float32_result_halves_the_error_of_a_head(dtype, options):
     assert error(cast(float32_results="head")) < share * error(cast())
 
 
-def test_a_checkpoint_saves_a_float32_result_as_it_is():
-    policy = jax.checkpoint_policies.dots_saveable
-    half = autocast(
-        lambda x, w: jnp.sin(head(x, w)), "bfloat16", float32_results="head"
-    )
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        jax.checkpoint_policies.dots_saveable,
+        jax.checkpoint_policies.save_only_these_names("logits"),
+    ],
+)
+def test_a_checkpoint_saves_a_float32_result_as_it_is(policy, recompute):
+    def fun(x, w):
+        return jnp.sum(jnp.sin(checkpoint_name(head(x, w), "logits")))
 
-    def loss(x, w):
-        return jnp.sum(jax.checkpoint(half, policy=policy)(x, w))
-
-    exact = autocast(
-        lambda x, w: jnp.sum(jnp.sin(head(x, w))), "bfloat16", float32_results="head"
-    )
-    np.testing.assert_allclose(jax.grad(loss)(X, W), jax.grad(exact)(X, W), rtol=1e-5)
+    half = autocast(fun, "bfloat16", recompute=recompute, float32_results="head")
+    saving = jax.checkpoint(half, policy=policy)
+    args = X, W[:, :12]
+    found, wanted = (jax.grad(each)(*args) for each in (saving, half))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    saved = jax.tree.leaves(jax.vjp(saving, *args)[1])
+    assert jnp.float32 in [x.dtype for x in saved if x.shape == (8, 12)]
 
 
 def test_a_name_of_no_product_warns():

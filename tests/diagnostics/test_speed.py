@@ -85,10 +85,8 @@ VERDICTS = [
 
 @pytest.mark.parametrize(("gain", "expected"), VERDICTS)
 def test_the_verdict_is_of_gains_that_the_control_does_not_show(gain, expected):
-    rows = _timing.Row("float32", 1.0), _timing.Row("half precision", 1.0)
-    comparison = _timing.Comparison("", rows, 1.1)
     found = diagnostics.SpeedComparison(
-        *(1.0, 1.0, gain, (gain, gain), 1.1, 2.0, 1.0, 0.01, 1.0),
-        _comparison=comparison,
+        *(1.0, 1.0, gain, (gain, gain), 1.1, 2.0, 1.0, 0.01, 1.0), table="| ms |"
     )
     assert found.summary().startswith(expected + ", in 50 % of the memory, and its")
+    assert str(found) == found.summary()

@@ -31,7 +31,7 @@ def shard_mapped(mesh, spec, **kwargs):
     )
 
 
-# From a function of one device's share of f32[8] to one of f32[8]. Every other one runs
+# From a function of one device's share of f32[8] to one of f32[8]. Every third one runs
 # by default.
 MANUAL = {
     "pmap without axis name": jax.pmap,
@@ -63,7 +63,7 @@ def everything_of(x):
     return jmp_scale.all_finite(x), mapped, finite_and_norm(x)
 
 
-@pytest.mark.parametrize("mode", one_of(2, MANUAL))
+@pytest.mark.parametrize("mode", one_of(3, MANUAL))
 def test_one_bad_device_is_known_to_all_and_the_norm_is_the_largest(mode):
     answers = MANUAL[mode](everything_of)
     flag, mapped, (finite, norm) = answers(np.arange(8, dtype=np.float32))
@@ -170,17 +170,6 @@ def test_explicit_mode_needs_no_specs_for_exactly_one_scalar_all_reduce(case):
     assert collectives(finite, sharded_tree(mesh, spec)) == [("all-reduce", "pred[]")]
     assert on_each_device(finite(sharded_tree(mesh, spec))) == [True] * 8
     assert on_each_device(finite(sharded_tree(mesh, spec, bad=np.inf))) == [False] * 8
-
-
-def test_explicit_mode_reduces_only_over_the_axes_that_shard_a_leaf():
-    finite = jax.jit(jmp_scale.all_finite)
-    assert collectives(finite, sharded_tree(EXPLICIT_TWO, P())) == []
-    hlo = finite.lower(sharded_tree(EXPLICIT_TWO, P("j"))).compile().as_text()
-    pairs = (
-        "replica_groups={{0,1},{2,3},{4,5},{6,7}}",
-        "replica_groups=mesh['i'=4,'j'=2] {'j'}",
-    )
-    assert any(groups in hlo for groups in pairs)
 
 
 def test_axes_are_joined_in_the_order_of_the_mesh():

@@ -223,13 +223,6 @@ def test_every_trace_is_replayed_or_listed_with_the_reason_why_not():
     assert (len(EVERY), len(WITHIN), len(BEYOND), len(refused)) == (189, 166, 3, 10)
 
 
-def test_a_tolerated_share_of_overflows_is_refused():
-    for run in filter(lambda run: tolerates_overflows(run[1]), EVERY.values()):
-        message = r"unexpected keyword argument '.*tolerance'"
-        with pytest.raises(TypeError, match=message):
-            build(*run)
-
-
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "api" / "presets.md"
 SIGNATURES = dict(
     re.findall(r"^\| `(\w+)\((.*?)\)` \|", PAGE.read_text(), re.MULTILINE)

@@ -18,7 +18,7 @@ from helpers import count_traces, one_of
 from test_presets import EVERY, as_flags, build
 
 import jmp_scale
-from jmp_scale import DynamicLossScale, NoOpLossScale, presets
+from jmp_scale import presets
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs/coming-from/state-dicts.md"
 LINES = dict(re.findall(r"^\| (.*?) \|.* `(.*)` \|$", PAGE.read_text(), re.MULTILINE))
@@ -152,12 +152,6 @@ def test_a_scale_is_read_and_set_without_another_compilation():
     _, opt_state = jax.jit(update)(jnp.array([jnp.inf, 1.0]), opt_state, params)
     assert opt_state.loss_scale.loss_scale == 256
     assert len(traces) == 1
-
-
-def test_a_scaler_that_is_not_enabled_does_nothing():
-    line = "`GradScaler(enabled=enabled)`"
-    assert evaluate(line, enabled=False) == NoOpLossScale()
-    assert isinstance(evaluate(line, enabled=True), DynamicLossScale)
 
 
 def test_the_example_of_the_page_runs():

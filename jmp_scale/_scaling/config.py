@@ -27,11 +27,6 @@ def get_loss_scale(spec: LossScale | ArrayLike | str) -> LossScale:
       TypeError: neither a string, nor a number, nor a loss scale.
       ValueError: an unknown string (the message lists the known ones), or a number out
         of the range of the loss scale.
-
-    Examples:
-      >>> import jmp_scale
-      >>> float(jmp_scale.get_loss_scale("dynamic:2**16").loss_scale)
-      65536.0
     """
     if isinstance(spec, LossScale):
         return spec

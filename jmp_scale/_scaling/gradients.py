@@ -62,14 +62,6 @@ def value_and_grad(
         `NoOpLossScale`, or a captured `DynamicLossScale`, whose S never changes.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
-
-    Examples:
-      >>> import jax.numpy as jnp, jmp_scale
-      >>> square = lambda w: (w.astype(jnp.float32) ** 2).sum()
-      >>> loss_scale = jmp_scale.StaticLossScale(2.0**10)
-      >>> loss, grads = jmp_scale.value_and_grad(square, loss_scale)(jnp.ones(2))
-      >>> float(loss), grads.tolist()
-      (2.0, [2.0, 2.0])
     """
     return differentiated(
         "value_and_grad", fun, loss_scale, argnums, has_aux, transform, kwargs
@@ -89,12 +81,6 @@ def grad(
 
     It is `value_and_grad`, except that it returns `grads`, or `(grads, aux)` with
     `has_aux`.
-
-    Examples:
-      >>> import jax.numpy as jnp, jmp_scale
-      >>> gradient = jmp_scale.grad(lambda w: w**2, jmp_scale.DynamicLossScale())
-      >>> float(gradient(jnp.float32(3.0)))
-      6.0
     """
     gradient = differentiated(
         "grad", fun, loss_scale, argnums, has_aux, transform, kwargs

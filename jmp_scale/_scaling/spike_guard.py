@@ -73,17 +73,6 @@ class SpikeGuard(_pytree.Pytree):
     Raises:
       TypeError: an argument that is not a number.
       ValueError: an argument out of its range; the message names the range.
-
-    Examples:
-      >>> import jax.numpy as jnp, jmp_scale, optax
-      >>> guard = jmp_scale.SpikeGuard(warmup=20)
-      >>> tx = jmp_scale.with_loss_scale(optax.sgd(0.1), guard=guard)
-      >>> state = tx.init(jnp.float32(0.0))
-      >>> for step in range(30):
-      ...     g = 1e4 if step == 25 else 1.0
-      ...     _, state = tx.update(jnp.float32(g), state, value=jnp.float32(0.5))
-      >>> int(state.spikes), int(state.skipped)
-      (1, 1)
     """
 
     threshold: float = 6.0

@@ -97,20 +97,6 @@ def with_loss_scale(
 
     Warns:
       UserWarning: from `init`, half-precision parameters, which lose small updates.
-
-    Examples:
-      >>> import jax.numpy as jnp, jmp_scale, optax
-      >>> loss_scale = jmp_scale.DynamicLossScale(2.0**15)
-      >>> tx = jmp_scale.with_loss_scale(optax.sgd(0.5), loss_scale)
-      >>> params = jnp.float32(1.0)
-      >>> state = tx.init(params)
-      >>> for g in (1.0, jnp.inf):
-      ...     updates, state = tx.update(jnp.float32(g), state, params)
-      ...     params = optax.apply_updates(params, updates)
-      ...     s = state.loss_scale.loss_scale
-      ...     print(float(params), float(s), int(state.skipped))
-      0.5 32768.0 0
-      0.5 16384.0 1
     """
     inner = checked_optimizer("with_loss_scale", inner)
     loss_scale = NoOpLossScale() if loss_scale is None else loss_scale

@@ -27,16 +27,16 @@ def devices(request):
 
 @pytest.mark.usefixtures("devices")
 def test_all_finite_and_the_norm_see_one_bad_entry_in_any_dtype():
-    clean = [jnp.ones((3, 5), dtype) for dtype in FLOATS]
+    clean = [np.ones((3, 5), dtype) for dtype in FLOATS]
     judge = jax.jit(
         lambda tree: (jmp_scale.all_finite(tree), *_finite.finite_and_norm(tree))
     )
-    assert jmp_scale.all_finite(clean)
     assert judge(clean)[:2] == (True, True)
     for i, array in enumerate(clean):
         has_infinity = array.dtype != jnp.float8_e4m3fn
         for bad in (np.nan, np.inf, -np.inf) if has_infinity else (np.nan,):
-            dirty = array.at[2, 4].set(jnp.array(bad, array.dtype))
+            dirty = array.copy()
+            dirty[2, 4] = bad
             judged = judge([*clean[:i], dirty, *clean[i + 1 :]])
             assert judged == (False, False, np.inf)
 
@@ -222,8 +222,8 @@ def test_the_derivative_of_the_norm_is_the_direction(machine):
 
 
 def test_the_norm_of_zeros_has_the_derivative_zero():
-    slopes = jax.grad(lambda x: _finite.finite_and_norm(x)[1])(jnp.zeros(3))
-    assert slopes.tolist() == [0.0] * 3
+    slope = jax.jit(jax.grad(lambda x: _finite.finite_and_norm(x)[1]))
+    assert slope(jnp.zeros(3)).tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ OF_HOST = {"a": 2.0, "b": np.array([-4.0, 4.0]), "c": np.array([0.0, -8.0j])}
 
 @pytest.mark.parametrize(
     ("tree", "expected"),
-    [(OF_HOST, 10), (None, 0), ({}, 0), ({"step": 3}, 0), (jnp.zeros((0, 2)), 0)],
+    [(OF_HOST, 10), (None, 0), ({"step": 3}, 0), (jnp.zeros((0, 2)), 0)],
 )
 def test_the_norm_of_numbers_of_the_host_is_theirs_and_of_none_is_zero(tree, expected):
     finite, norm = _finite.finite_and_norm(tree)

@@ -190,14 +190,6 @@ def test_a_loop_that_waits_for_a_condition_ends_on_a_skipped_step():
         assert_bitwise_equal((updates, new), (jnp.full(2, -0.0), jnp.zeros(2)))
 
 
-def test_a_text_in_the_state_may_be_made_anew_at_each_step():
-    copy = lambda g, s: (g, {"kind": "".join([*s["kind"]])})  # noqa: E731
-    tx = with_loss_scale(optimizer({"kind": "text"}, copy))
-    for g in (1.0, jnp.nan):
-        _, state = tx.update(jnp.float32(g), tx.init(jnp.float32(0.0)))
-        assert state.inner_state == {"kind": "text"}
-
-
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_updates_of_integers_are_zero_on_a_skipped_step(wrap):
     inner = optimizer((), lambda g, s: ({"n": jnp.int32(3), "g": g}, s))

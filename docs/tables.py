@@ -180,7 +180,7 @@ TABLES: dict[str, Callable[[], Cells]] = {
     "| float32 = 1 | H100: memory |": lambda: autocast_over("float32", OVER_FLOAT32),
     "| by hand = 1 | H100: memory |": lambda: autocast_over("by hand", SAVED),
     "| by hand = 1 | H100, without |": lambda: autocast_over("by hand", CHECKPOINTED),
-    "| by hand = 1 | H100: wire |": over_devices,
+    "| by hand = 1 | H100: communicated |": over_devices,
     "| tracing, float32 = 1 |": time_of_a_trace,
     "| machine | step | measure |": cost_of_a_skip,
 }

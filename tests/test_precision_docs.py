@@ -34,11 +34,6 @@ LIBRARIES = {"eqx": eqx, "hk": hk, "jax": jax, "jmp_scale": jmp_scale, "jnp": jn
              "nn": nn, "nnx": nnx, "optax": optax}  # fmt: skip
 
 
-def test_the_page_has_the_five_libraries():
-    names = ["Plain JAX", "Flax Linen", "Flax NNX", "Equinox", "Haiku"]
-    assert list(RECIPES) == names
-
-
 @pytest.mark.parametrize("dtype", one_of(2, ["float16", "bfloat16"]))
 @pytest.mark.parametrize("library", one_of(5, RECIPES))
 def test_a_recipe_is_clean_and_wholly_in_half_precision(library, dtype):

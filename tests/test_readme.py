@@ -1,6 +1,5 @@
 """What the README says works, and is where a newcomer looks for it."""
 
-import code
 import pathlib
 import re
 import tomllib
@@ -133,18 +132,6 @@ def test_summary_and_keywords_say_what_the_readme_says():
     keywords = f"\nkeywords: [{', '.join(project['keywords'])}]\n"
     assert keywords in (ROOT / "CITATION.cff").read_text()
     assert {"autocast", "amp", "bfloat16", "loss scaling"} <= {*project["keywords"]}
-
-
-@pytest.mark.parametrize("name", ["bfloat16", "float16"])
-def test_the_code_of_the_readme_can_be_pasted_into_a_prompt_of_88_columns(name):
-    lines = code_of(name).splitlines()
-    assert max(map(len, lines)) <= 88
-    prompt, errors = code.InteractiveConsole(), []
-    prompt.runcode = lambda _: None  # parsed, as up to Python 3.12: a line at a time
-    prompt.showsyntaxerror = lambda *_, **__: errors.append(prompt.buffer)
-    waits = [prompt.push(line) for line in [*lines, ""]]
-    assert not errors
-    assert not waits[-1]
 
 
 def test_links_of_the_readme_are_absolute_on_a_package_index():

@@ -90,7 +90,6 @@ def kept(state):
     ("tx", "bad", "with_value"),
     [
         (TX, OVERFLOWS, False),
-        pytest.param(TX, OVERFLOWS, True, marks=pytest.mark.slow),
         (GUARDED, LEAPS, True),
     ],
 )
@@ -139,9 +138,7 @@ INSIDE = r"got one that contains with_loss_scale, at .* wrap once, outermost"
     ("tx", "kwargs", "message"),
     [
         (TX, {"loss_scale": jmp_scale.DynamicLossScale()}, TWICE.format("loss_scale")),
-        (TX, {"guard": GUARD}, TWICE.format("guard")),
         (optax.chain(TX), {}, INSIDE),
-        (optax.MultiSteps(TX, 2).gradient_transformation(), {}, INSIDE),
     ],
 )
 def test_a_second_loss_scale_or_guard_or_one_within_is_refused(tx, kwargs, message):
@@ -183,17 +180,11 @@ def test_static_fields_are_replaced_as_they_are_also_on_a_skipped_step():
         assert found == (epoch, "run", [1, 1])
 
 
-def test_the_optimizer_itself_may_be_replaced_as_in_flax():
-    state, tx = simple_state(), jmp_scale.with_loss_scale(optax.sgd(0.2))
-    assert state.apply_gradients(grads=state.params, tx=tx).tx is tx
-
-
 @functools.cache
-def float8_model(frozen):
+def float8_model():
     model = nn.Dense(4, dot_general_cls=nn.Fp8DirectDotGeneralOp)
     variables = model.init(jax.random.key(0), jnp.ones((8, 16)))
-    variables |= {"constants": {"c": jnp.ones(2)}}
-    return model, flax.core.freeze(variables) if frozen else variables
+    return model, variables | {"constants": {"c": jnp.ones(2)}}
 
 
 # One for all tests, so that the step is compiled once.
@@ -202,20 +193,18 @@ FLOAT8 = jmp_scale.with_loss_scale(
 )
 
 
-def float8_state(frozen=False, tx=FLOAT8):
-    model, params = float8_model(frozen)
+def float8_state(tx=FLOAT8):
+    model, params = float8_model()
     params = jax.tree.map(jnp.copy, params)
     return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def float8_step(state, x, argnums=0):
+@jax.jit
+def float8_step(state, x):
     def loss_fn(params, x):
         return (state.apply_fn(params, x) ** 2).mean()
 
-    fun = state.value_and_grad(loss_fn, argnums, allow_int=True)
-    loss, grads = fun(state.params, x)
-    grads = grads if argnums == 0 else grads[0]
+    loss, grads = state.value_and_grad(loss_fn, allow_int=True)(state.params, x)
     return state.apply_gradients(grads=grads, value=loss)
 
 
@@ -231,13 +220,12 @@ def float8_inputs(size=1.0):
     return jax.random.normal(jax.random.key(3), (8, 16)) * size
 
 
-@pytest.mark.parametrize("argnums", [0, pytest.param((0, 1), marks=pytest.mark.slow)])
-def test_float8_scales_are_replaced_not_unscaled(argnums):
+def test_float8_scales_are_replaced_not_unscaled():
     plain = float8_state(tx=jmp_scale.with_loss_scale(optax.sgd(1e-3)))
     scaled = float8_state()
     for _ in range(2):
         plain = float8_step(plain, float8_inputs())
-        scaled = float8_step(scaled, float8_inputs(), argnums)
+        scaled = float8_step(scaled, float8_inputs())
     plain, scaled = (flax.traverse_util.flatten_dict(x.params) for x in (plain, scaled))
     names = [name for name in plain if name[-1].startswith(("input_", "kernel_"))]
     assert len(names) == 4
@@ -246,16 +234,15 @@ def test_float8_scales_are_replaced_not_unscaled(argnums):
         np.testing.assert_allclose(scaled[name], plain[name], rtol=0.2)  # float8 rounds
 
 
-@pytest.mark.parametrize("frozen", [True, False])
-def test_a_non_finite_gradient_float8_scale_or_maximum_skips_the_step(frozen):
-    state = float8_step(float8_state(frozen), float8_inputs())
+def test_a_non_finite_gradient_float8_scale_or_maximum_skips_the_step():
+    state = float8_step(float8_state(), float8_inputs())
     apply = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
-    ones = jax.tree.map(jnp.ones_like, flax.core.unfreeze(state.params))
+    ones = jax.tree.map(jnp.ones_like, state.params)
     bad = {"bias": jnp.inf, "input_amax_history": jnp.inf}
     bad |= {"kernel_scale": jnp.nan, "output_grad_amax_history": jnp.nan}
     for name, value in bad.items():
         grads = with_leaf(ones, name, lambda x, value=value: jnp.full_like(x, value))
-        after = apply(state, flax.core.freeze(grads) if frozen else grads)
+        after = apply(state, grads)
         assert_bitwise_equal(after.params, state.params)
         assert float(after.loss_scale.loss_scale) == 2.0**9
 
@@ -269,23 +256,19 @@ def test_an_infinite_maximum_in_a_history_that_flax_saved_skips_nothing():
     assert int(state.opt_state.skipped) == 1
 
 
-def test_frozen_float8_parameters_train_as_plain_ones_and_a_spike_keeps_the_scales():
-    frozen, plain = float8_state(frozen=True), float8_state()
+def test_a_spike_keeps_the_float8_scales():
+    state = float8_state()
     for _ in range(3):
-        frozen, plain = (float8_step(x, float8_inputs()) for x in (frozen, plain))
-    assert isinstance(frozen.params, flax.core.FrozenDict)
-    assert frozen.params["constants"]["c"].tolist() == [1, 1]
-    assert_bitwise_equal(flax.core.unfreeze(frozen.params), plain.params)
-    after = float8_step(plain, float8_inputs(10.0))
-    assert_bitwise_equal(after.params, plain.params)
+        state = float8_step(state, float8_inputs())
+    after = float8_step(state, float8_inputs(10.0))
+    assert_bitwise_equal(after.params, state.params)
     assert int(after.opt_state.spikes) == 1
 
 
-@pytest.mark.parametrize("module", ["linen", "nnx"])
-def test_a_missing_flax_is_named(module, monkeypatch):
+def test_a_missing_flax_is_named(monkeypatch):
     for name in ("_flax", "linen", "nnx"):
         monkeypatch.delitem(sys.modules, f"jmp_scale.{name}", raising=False)
         monkeypatch.delattr(jmp_scale, name, raising=False)
     monkeypatch.setitem(sys.modules, "flax", None)
     with pytest.raises(ImportError, match="pip install 'flax"):
-        importlib.import_module(f"jmp_scale.{module}")
+        importlib.import_module("jmp_scale.nnx")

@@ -21,9 +21,9 @@ def programs(monkeypatch):
         yield importlib.import_module("precise_enough")
 
 
-def test_the_page_has_a_row_and_a_section_for_each_program(programs):
-    kept = [(name, kept) for name, (_, _, kept) in programs.PROGRAMS.items()]
-    assert kept == ROWS
+def test_the_page_has_a_row_and_a_section_for_each_program():
+    source = (DOCS / "precise_enough.py").read_text()
+    assert re.findall(r'^    "([\w ]+)": \(.*"(\w+)"\),$', source, re.MULTILINE) == ROWS
 
 
 @pytest.mark.slow

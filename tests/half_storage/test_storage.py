@@ -370,7 +370,7 @@ def test_a_parameter_of_adamw_takes_14_12_10_or_8_bytes(kinds, beside):
     assert size // params.size == beside  # and 4 for the parameter and its gradient
 
 
-@pytest.mark.parametrize("kinds", [{}, STOCHASTIC | TRACE])
+@pytest.mark.parametrize("kinds", one_of(2, [STOCHASTIC | TRACE, {}]))
 def test_the_derivative_through_steps_is_that_of_float32_storage(kinds):
     params = {"w": jnp.ones((4, 2)), "z": jnp.zeros(3)}
 
@@ -411,35 +411,6 @@ def test_a_skipped_step_changes_no_bit_and_init_does_not_warn(name, kinds, dtype
     assert (state.skipped, step._cache_size()) == (1, 1)
 
 
-WRAPPERS = {
-    "MultiSteps": lambda t: optax.MultiSteps(t, 2).gradient_transformation(),
-    "partition": lambda t: optax.partition({"a": t, "b": t}, LABELS),
-    "masked": lambda t: optax.masked(t, {"w": True, "b": False}),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "order"),
-    one_of(3, itertools.product(WRAPPERS, ["around", "within"])),
-)
-def test_averages_train_around_and_within_other_wrappers(name, order):
-    wrap, inner = WRAPPERS[name], optax.adam(2.0**-7)
-    store = functools.partial(with_half_storage, **ADAMS)
-    tx = wrap(store(inner)) if order == "within" else store(wrap(inner))
-    found = []
-    for each in (tx, wrap(inner)):
-        params, state, step = PARAMS, each.init(PARAMS), jax.jit(each.update)
-        for grads in STEPS:
-            updates, state = step(grads, state, params)
-            params = optax.apply_updates(params, updates)
-        assert step._cache_size() == 1
-        found.append(params)
-        assert ("nu" in fields_of(state, jnp.bfloat16)) == (each is tx)
-    # Two percent of four steps.
-    close = functools.partial(np.testing.assert_allclose, atol=0.02 * 4 * 2.0**-7)
-    jax.tree.map(close, *found)
-
-
 def test_averages_that_the_optimizer_itself_stores_in_half_precision_are_bfloat16():
     tx = with_half_storage(optax.adam(0.1, mu_dtype=jnp.float16), **ADAMS)
     state, step = tx.init(PARAMS), jax.jit(tx.update)
@@ -473,13 +444,6 @@ def test_diagnostics_know_that_nothing_is_lost():
     known = {"params": HALF, "updates": updates}
     assert diagnostics.metrics(state, **known)["lost_entries"] == 0
     assert diagnostics.HealthLog()(state) == []
-
-    def squares(params):
-        return sum(jnp.sum(p.astype(jnp.float32) ** 2) for p in params.values())
-
-    report = functools.partial(diagnostics.precision_report, squares, HALF)
-    assert [f.rule for f in report(opt_state=state).findings] == []
-    assert [f.rule for f in report().findings] == ["half-parameters"]
 
 
 # Devices and Flax.
@@ -564,13 +528,7 @@ MISTAKES = [
     ),
     (init(optax.sgd(0.1), **ADAMS), ValueError, "got one with no such fields"),
     (init(with_loss_scale(optax.adam(0.1)), **ADAMS), ValueError, RIGHT_ORDER),
-    (init(optax.chain(ADAM, optax.identity()), HALF), ValueError, RIGHT_ORDER),
     (update(EXACT, given=None), ValueError, "pass all parameters as init got them"),
-    (
-        update(EXACT, given=PARAMS),
-        ValueError,
-        r"parameter b to be bfloat16\[2\], .*got",
-    ),
     (update(EXACT, given={"b": HALF["b"]}), ValueError, "parameter w .*got none"),
     (update(EXACT, **ADAMS), ValueError, "same averages= and remainders=, got that"),
     (

@@ -22,7 +22,7 @@ from ..._autocast.dot_general import bilinear
 from ..._autocast.higher_order import Part
 from ..._autocast.interpreter import Interpreter, Notes, TraceCache, Values
 from ..._autocast.marks import meet, tracing
-from ..._autocast.products import Product
+from ..._autocast.products import Product, becomes_half
 from ..._autocast.provenance import Origin, Reading
 from ..._jaxpr import JaxprEqn, NameStack, Program, Var
 from ..._tree import promote_to_float32, split_arrays
@@ -148,6 +148,8 @@ class Probe:
             name, chain = eqn.primitive.name, (*outer, eqn)
             if name in _jaxpr.PRODUCTS:
                 self.work += times * flops(eqn)
+                if not becomes_half(eqn):
+                    return eqn
                 return self._with_number(eqn, chain, place_of(eqn, place), times)
             if not any(map(flops, _jaxpr.equations_within(eqn))):
                 return eqn

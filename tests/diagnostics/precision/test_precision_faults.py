@@ -75,20 +75,6 @@ def test_a_fault_is_found_wherever_it_runs(wrap, name):
     assert_found(name, wrap)
 
 
-def test_faults_are_found_in_a_while_loop():
-    found = ["square", "softmax", "mask_by_full"]
-
-    def until_three(x):
-        def body(state):
-            total = sum(of_float32(name)(x) for name in found)
-            return state[0] + 1, jnp.maximum(state[1], mean(total))
-
-        return lax.while_loop(lambda s: s[0] < 3, body, (0, 0.0))[1]
-
-    functions = [faults.FAULTS[name][0] for name in found]
-    assert_finds(functions, lambda x: until_three(lax.stop_gradient(x)), jnp.ones(64))
-
-
 def test_a_second_report_of_a_jitted_function_says_the_same():
     masked = of_float32("mask_by_full")
     jitted = jax.jit(lambda x: mean(masked(x) + jax.nn.gelu(x)))

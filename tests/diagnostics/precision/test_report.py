@@ -159,18 +159,6 @@ def test_a_scan_counts_its_iterations():
     assert report.half_share == pytest.approx(5 / 6, abs=0.01)
 
 
-def test_deliberate_float32_among_half_precision_is_not_a_warning():
-    def loss(w, x):
-        h = x
-        for _ in range(2):  # a residual stream in float32
-            h = h + jnp.tanh(h.astype(F16) @ w.astype(F16))
-        difference = h.astype(F16) - x
-        return jnp.mean(h @ w) + jnp.mean(difference @ difference.T)
-
-    findings = precision_report(loss, W, X).findings
-    assert {f.severity for f in findings} == {"note"}
-
-
 def layers(length, outside, residual, w, x):
     half = w.astype(F16) if outside else w
 
@@ -190,10 +178,8 @@ def test_only_weights_cast_outside_of_a_long_loop_accumulate_their_gradients():
     assert "parameter that is stored so to float32, once outside" in finding.message
     assert rules(functools.partial(layers, 16, True, False), W, X) == []
     assert rules(functools.partial(layers, 64, False, False), W, X) == []
-
-
-def test_a_residual_stream_does_not_accumulate():
-    assert rules(functools.partial(layers, 512, False, True), W, X) == []
+    residual = functools.partial(layers, 512, False, True)
+    assert rules(residual, W, X) == []
 
 
 @pytest.mark.parametrize(
@@ -299,16 +285,6 @@ def test_shapes_stand_for_arrays_and_nothing_runs():
     shapes = jax.ShapeDtypeStruct(W.shape, F32), jax.ShapeDtypeStruct(X.shape, F32)
     report = precision_report(loss, *shapes, True, "static")
     assert (report.findings, report.half_share) == ((), 1.0)
-
-
-def test_it_can_be_called_while_tracing():
-    @jax.jit
-    def step(w, x):
-        table = x.astype(F16)
-        assert rules(lambda w: jnp.mean(product(w, table)), w) == []
-        return w
-
-    step(W, X)
 
 
 def with_opaque_operations(w, x):

@@ -41,7 +41,7 @@ def test_a_gradient_is_precise_at_the_loss_scales_of_the_window_alone():
     half = lambda w: loss(w, jnp.float16)  # noqa: E731
     window = compare_gradients(half, loss, w).window
     assert 1 < window.lowest < window.highest
-    for s in (1.0, window.lowest / 4, window.lowest, window.highest):
+    for s in (window.lowest / 4, window.lowest, window.highest):
         at = compare_gradients(half, loss, w, loss_scale=s, loss_scales=())
         assert at.is_precise == (window.lowest <= s <= window.highest)
         assert (at.window, at.loss_scales) == (None, ())
@@ -76,8 +76,6 @@ def test_a_leaf_that_is_lost_is_named_and_not_precise_however_small_it_is():
     assert [leaf.path for leaf in found.leaves if leaf.is_lost] == ["['t']"]
     assert "100 % of the gradient of ['t'] becomes zero" in found.summary()
     assert found.window.lowest > 1
-    start = found.window.start
-    assert compare_gradients(half, loss, p, x, loss_scale=start).is_precise
 
 
 def test_bfloat16_has_no_window_and_a_float16_program_without_one_says_so():

@@ -94,6 +94,19 @@ def _log_softmax_head(params, labels, dtype):
     return mean_loss(_logits(params, dtype), labels)
 
 
+def _head_in_chunks(params, labels, dtype, chunks=8):
+    def chunk(total, batch):
+        x, labels = batch
+        loss = _log_softmax_head({"x": x, "out": params["out"]}, labels, dtype)
+        return total + loss / chunks, None
+
+    batches = jax.tree.map(
+        lambda array: array.reshape(chunks, -1, *array.shape[1:]),
+        (params["x"], labels),
+    )
+    return jax.lax.scan(jax.checkpoint(chunk), 0.0, batches)[0]
+
+
 ROWS, COLUMNS, WHOLE = P("chips"), P(None, "chips"), P()
 SQUARE, TABLE = (1024, 1024), (32768, 1024)
 MINIMAL = {
@@ -139,6 +152,9 @@ for form, loss in HEADS.items():
             (TOKENS[:1], x, jnp.int32),
             *how,
         )
+MINIMAL["head in chunks, DP"] = MINIMAL["head by log_softmax, DP"]._replace(
+    loss=_head_in_chunks
+)
 
 
 def compile_minimal(

@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     jax.config.update("jax_platforms", "cpu")
     kept = args.resume is not None and args.resume.exists()
     found = json.loads(args.resume.read_text()) if kept else {}
-    split = [name for name in args.layouts if LAYOUTS[name].tensor_parallel]
+    split = [x for x in args.layouts if x in LAYOUTS and LAYOUTS[x].tensor_parallel]
     if "explicit" in args.axes and split:
         parser.error(
             "--axes explicit: expected --layouts without tensor parallelism, which "
@@ -90,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     if args.minimal:
         args.steps = ["loss" if args.forward else "gradient"]
-        args.layouts, args.models = MINIMAL, ["-"]
+        args.models = ["-"]
+        args.layouts = [name for name in args.layouts if name in MINIMAL] or MINIMAL
     tables = []
     for given in args.targets:
         name, _, chips = given.partition(":")
@@ -108,6 +109,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _exists(case: Case) -> bool:
+    if case.layout in MINIMAL:
+        return MINIMAL[case.layout].shared <= case.target.chips
     return case.program not in SUMMED or case.layout in ("DP", "FSDP")
 
 
@@ -244,7 +247,7 @@ def _of_shares(value_and_grad: Any, half: Any, specs: Any) -> Any:
 def _parser() -> argparse.ArgumentParser:
     parser = _harness.parser(__doc__)
     for flag, choices, default, text in (
-        ("--layouts", LAYOUTS, LAYOUTS, "where arrays lie"),
+        ("--layouts", [*LAYOUTS, *MINIMAL], LAYOUTS, "where arrays lie"),
         ("--models", MODELS, MODELS, "layers, unrolled or as a scan"),
         ("--steps", STEPS, STEPS, "value and gradient, or all with a loss scale"),
         ("--programs", [*PROGRAMS, *SUMMED], [*PROGRAMS, *SUMMED], "of each"),

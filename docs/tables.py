@@ -35,6 +35,7 @@ LAYOUTS = {
     "data parallel": ("DP", "u2"),
     "FSDP": ("FSDP", "u2"),
     "tensor parallel, 2 x 4": ("TP", "u2"),
+    "a head, vocabulary of 50,304 over 4": ("head by log_softmax, DPxTP", "-"),
 }
 TRACED = {
     "twelve layers of GPT-2": "gpt12",
@@ -74,6 +75,7 @@ CHECKPOINTED = [
     for program in ("autocast", "autocast, checkpoint")
 ]
 
+KINDS = "(gradient, bf16, auto|minimal programs, bf16)$"
 BETWEEN_DEVICES = [
     ("h100 x 8", WIRE),
     ("h100 x 8", MEMORY),
@@ -148,7 +150,7 @@ def over_devices() -> Cells:
         for machine, column in BETWEEN_DEVICES:
             (found,) = [
                 line[column]
-                for line in rows_of("sharded", f"^{machine}, gradient, bf16, auto")
+                for line in rows_of("sharded", f"^{machine}, {KINDS}")
                 if line["layout"] == layout
                 if line["model"] == model
                 if line["program"] == program

@@ -57,11 +57,3 @@ def test_what_cannot_be_read_is_told():
     rule = only(traced(jax.nn.relu, 1.0))
     without = rule.replace(params={})
     assert _jaxpr.jvp_rule(without) is None
-
-
-def test_devices_of_a_mesh():
-    assert _jaxpr.mesh_size(only(traced(jnp.sin, 1.0))) == 1
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), "a")
-    spec = jax.sharding.PartitionSpec("a")
-    mapped = jax.shard_map(jnp.sin, mesh=mesh, in_specs=spec, out_specs=spec)
-    assert _jaxpr.mesh_size(only(traced(mapped, jnp.ones(8)))) == 4

@@ -139,7 +139,7 @@ def differentiated(
             result = scaled_value_and_grad(*args, **fun_kwargs)
         (_, output), grads = result
         # `NoOpLossScale.unscale` would leave float16 gradients in float16.
-        value = tuple(output) if has_aux else output.loss
+        value = (output.loss, output.aux) if has_aux else output.loss
         return value, map_gradients(promote_to_float32, loss_scale.unscale(grads))
 
     return unscaled_value_and_grad

@@ -194,14 +194,6 @@ def dropout(w, x, key):
     return mean_square(x + jax.random.normal(key, x.shape) @ w / 10)
 
 
-@program
-def integers_booleans_and_complex(w, x):
-    y = x @ w
-    counts = jnp.bincount((y > 0).sum(-1), length=N)
-    z = lax.complex(y, x) * (1 + 2j)
-    return mean_square(z.real @ w) + mean_square(z.imag) + 0 * jnp.sum(counts)
-
-
 @program(args=(W, X, jnp.zeros((0, N))))
 def zero_sized_arrays(w, x, nothing):
     return mean_square(x @ w) + jnp.sum(jnp.tanh(nothing @ w) @ w)
@@ -241,11 +233,6 @@ def shard_map(w, x):
         return lax.pmean(mean_square(layer(w, jax.nn.gelu(x @ w) + x)), "i")
 
     return loss(w, x)
-
-
-@program(args=(W, ROWS.reshape(8, 4, N)), jit=False)
-def pmap_inside(w, x):
-    return mean_square(jax.pmap(layer, in_axes=(None, 0))(w, x))
 
 
 @program

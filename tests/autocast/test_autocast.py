@@ -274,24 +274,6 @@ def test_one_row_is_half_precision_as_a_batch_of_rows(fun, row, batch):
         np.testing.assert_allclose(got, wanted, 1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:autocast. no product became")
-@pytest.mark.parametrize(
-    "fun",
-    [
-        lambda x: jnp.einsum("bk,bk->b", x, x),
-        lambda x: jnp.ones(8) @ jnp.sin(x),
-        lambda x: lax.fori_loop(
-            0, 3, lambda _, v: 1 / (v @ jnp.exp(-x @ x.T)), jnp.ones(8)
-        ),
-    ],
-)
-def test_sums_stay_float32(fun):
-    found = products(autocast(fun, "bfloat16"), X)
-    assert F32 in found
-    assert found.count(BF16) == products(fun, X).count(F32) - found.count(F32)
-    assert found[-1] == F32
-
-
 HALF_STORED = {
     "dot": lambda w, x: jnp.dot(x, w),
     "einsum": lambda w, x: jnp.einsum("bi,io->ob", x, w),
@@ -318,11 +300,6 @@ def test_a_product_runs_in_the_dtype_of_a_weight_stored_in_half(name, stored, dt
     assert grad.dtype == w.dtype
     assert_close(value, wanted, 0.02)
     assert_close(n32(grad), wanted_grad, 0.05)
-
-
-def test_a_weight_that_the_program_casts_to_another_half_is_read_as_cast():
-    half = autocast(lambda w, x: x @ w.astype("float16"), "bfloat16")
-    assert products(half, W.astype("bfloat16"), X) == [F16]
 
 
 def head(w, x):
@@ -1096,8 +1073,6 @@ def bare_nnx_loss(model, x):
 def test_nnx_modules_are_refused_and_the_right_function_is_named():
     model = nnx.Linear(N, 4, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match=r"got a Linear.*jmp_scale\.nnx\.autocast"):
-        autocast(bare_nnx_loss, "float16")(model, X)
-    with pytest.raises(TypeError, match="got a Linear"):
         autocast(lambda d: 0.0, "float16")({"models": [model]})
 
 
@@ -1149,11 +1124,10 @@ def test_what_a_forward_pass_writes_to_nnx_modules_is_written():
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, nnx.jit])
-def test_attributes_that_nnx_modules_write_arrive_or_are_refused(transform):
+def test_attributes_that_nnx_modules_write_arrive(transform):
     class Net(nnx.Module):
         def __init__(self):
             self.dense, self.calls = nnx.Linear(N, N, rngs=nnx.Rngs(0)), 0
-            self.last = None
 
         def __call__(self, x):
             self.calls += 1
@@ -1164,11 +1138,3 @@ def test_attributes_that_nnx_modules_write_arrive_or_are_refused(transform):
     half = jmp_scale.nnx.autocast(lambda model, x: model(x), "bfloat16")
     transform(half)(model, X)
     assert (model.calls, model.label, model.lazy.out_features) == (1, "called", 3)
-
-    def leaks(model, x):
-        model.last = model.dense(x)
-        return model.last
-
-    # By Flax itself, or where that lets a tracer stay behind, with the cure.
-    with pytest.raises(ValueError, match=r"'last'(.|\n)*(nnx.data|an nnx.Variable)"):
-        transform(jmp_scale.nnx.autocast(leaks, "bfloat16"))(model, X)

@@ -9,7 +9,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 
 import jmp_scale
 import jmp_scale.nnx
@@ -60,15 +59,6 @@ class Model(eqx.Module):
         return jnp.sum(x @ self.w)
 
 
-class NNXModel(nnx.Module):
-    def __init__(self):
-        self.w = nnx.Param(2 * W)
-
-    @functools.partial(jmp_scale.nnx.autocast, dtype="bfloat16")
-    def loss(self, x):
-        return jnp.sum(x @ self.w[...])
-
-
 def test_a_decorated_method_is_bound_to_its_object():
     assert inspect.ismethod(Plain().loss)
     assert float(jax.jit(Plain().loss)(W)) == 8
@@ -81,9 +71,6 @@ def test_a_decorated_method_of_a_module_is_differentiated():
     assert float(eqx.filter_jit(model.loss)(W)) == 8
     grads = eqx.filter_jit(eqx.filter_grad(Model.loss))(model, W)
     assert grads.w.tolist() == jnp.ones((4, 4)).tolist()
-    loss, grads = nnx.jit(nnx.value_and_grad(NNXModel.loss))(NNXModel(), W)
-    assert float(loss) == 8
-    assert grads["w"][...].tolist() == jnp.ones((4, 4)).tolist()
 
 
 def test_a_decorated_function_is_pickled_by_its_name():

@@ -142,13 +142,6 @@ FORMS = {
             ]
         )
     ),
-    "two columns of vmap": of_logits(
-        lambda x, y: jnp.sum(
-            jax.vmap(lambda x, y: log_softmax(x)[jnp.arange(4), y], 1)(
-                halves(x).swapaxes(0, 1), halves(y).T
-            )
-        )
-    ),
     "smoothed and masked": of_logits(smoothed),
     "ignored labels of -1": of_logits(ignoring(-1)),
     "ignored labels of -100": of_logits(ignoring(-100)),

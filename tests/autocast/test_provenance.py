@@ -7,16 +7,14 @@ import jax.numpy as jnp
 import pytest
 from autocast_programs import W, X
 
-from jmp_scale import _jaxpr
 from jmp_scale._autocast.provenance import Origin, read
 
 
-def reading_of(fun, *args, share_casts=False):
+def reading_of(fun, *args):
     return read(
         jax.make_jaxpr(fun)(*args),
         [Origin.PARAMETER] * len(args),
         jnp.dtype("bfloat16"),
-        share_casts=share_casts,
     )
 
 
@@ -54,16 +52,6 @@ def test_each_value_comes_from_somewhere(name):
     assert provenance_of(fun, W, X)[:3] == wanted
 
 
-def test_a_shared_cast_is_that_of_data_that_a_product_reads():
-    def f(w, x):
-        h = jnp.sin(x @ w)
-        return h @ w + h
-
-    (shared,) = reading_of(f, W, X, share_casts=True).shared
-    assert _jaxpr.shape(shared) == X.shape
-    assert not reading_of(f, W, X).shared
-
-
 def float32_grads(fun, *args):
     (product,) = products_of(fun, *args)
     return product.float32_grads
@@ -87,14 +75,3 @@ def test_rows_that_are_looked_up_by_an_argument_are_data(steps, look_up):
     assert data == (False, False)
     fixed = float32_grads(lambda t: look_up(t, doubled(jnp.arange(4))) @ X.T, table)
     assert fixed == (True, False)
-
-
-def test_matrices_that_are_looked_up_are_weights():
-    """Those of experts, each of which one token chooses."""
-    stack = jnp.stack([W, W.T])
-
-    def f(stack, i, x):
-        return jnp.einsum("bn,bnm->bm", jnp.sin(x @ W), stack[i])[:, None] @ W
-
-    products = products_of(f, stack, jnp.arange(2), X[:2])
-    assert (False, True) in [p.float32_grads for p in products]

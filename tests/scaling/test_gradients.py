@@ -170,3 +170,14 @@ def test_fun_may_return_loss_and_aux_in_a_list():
     fun = jmp_scale.value_and_grad(lambda w: [w, 3], StaticLossScale(8.0), has_aux=True)
     value, grads = fun(jnp.float32(2.0))
     assert (value, grads) == ((2, 3), 1)
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_a_transform_without_a_value_is_an_error(has_aux):
+    def fun(params):
+        return (params["a"] * params["b"], 1) if has_aux else params["a"] * params["b"]
+
+    options = {"has_aux": has_aux, "transform": jax.grad}
+    gradient = jmp_scale.value_and_grad(fun, StaticLossScale(8.0), **options)
+    with pytest.raises(AttributeError, match="loss"):
+        gradient({"a": jnp.float32(1.0), "b": jnp.float32(2.0)})

@@ -141,6 +141,9 @@ def infinite_s(check: Check) -> None:
     is_whole = len(run.skipped) == len(check.states)
     if is_whole and all(run.counted[scale] == "overflow" for scale in alone):
         _left_unchanged(check, run)
+    if any(run.moved((*state, "nonfinite_losses")) for state in check.states):
+        what = "whether a clip hides an overflow: at S = inf the loss is not finite"
+        check.not_checked.append(what)
 
 
 def _not_skipped(check: Check, run: Run, place: Path | str) -> None:

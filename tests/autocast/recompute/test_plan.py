@@ -37,27 +37,6 @@ def test_a_softmax_is_saved_that_the_next_product_reads():
     assert not any(unit.places("is_softmax") for unit in units_of(g, W, X))
 
 
-def test_what_a_product_alone_reads_is_saved_once():
-    """A sum of these costs nothing to recompute, and is not saved too."""
-
-    def f(w, x):
-        h = [x @ w, x @ w.T, x @ (2 * w)]
-        others = [y @ w for y in h]
-        stream = others[0] + h[0] + h[1] + h[2]
-        return jnp.cos(stream + jnp.sin(stream) @ w) + others[1] + others[2]
-
-    (unit,) = (u for u in units_of(f, W, X) if "sin" in primitives(u))
-    assert unit.places("is_saved") == []
-
-    def g(w, x):
-        h = [x @ w, x @ w.T, x @ (2 * w)]
-        stream = h[0] @ w + h[0] + h[1] + h[2]
-        return jnp.cos(stream + jnp.sin(stream) @ w)
-
-    (unit,) = (u for u in units_of(g, W, X) if "sin" in primitives(u))
-    assert len(unit.places("is_saved")) == 1
-
-
 @pytest.mark.parametrize(("columns", "is_saved"), [(12, False), (16, True)])
 def test_an_operand_is_recomputed_of_less_than_its_copy(columns, is_saved):
     """Of a product's result, two bytes an entry, and of an argument, which is there."""

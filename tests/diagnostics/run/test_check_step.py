@@ -116,6 +116,12 @@ def test_a_summary_has_each_problem_its_cure_and_what_was_not_checked():
     assert str(unseen).endswith("calls of the step.\nnot checked: a thing.")
 
 
+def test_a_loss_that_is_unscaled_by_hand_hides_whether_the_gradients_overflow():
+    step, args = step_of("by hand", inner="sgd", dtype="float32")
+    (unseen,) = check_step(step, *args).not_checked
+    assert unseen.startswith("whether a clip hides an overflow: at S = inf the loss")
+
+
 def test_a_bare_array_is_state_if_it_is_named():
     @jax.jit
     def step(w, state, x):

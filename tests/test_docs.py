@@ -186,16 +186,8 @@ def test_the_page_on_accumulation_adds_up_micro_batches_and_devices_in_one_progr
     (_, count), grads = split(params, opt_state.loss_scale, (x, weights))
     assert_close(np.asarray(grads["w"]) / count)
 
-    step, donated = page["accumulated_step"], state(page["mesh"])
-    params, opt_state, _ = step(*donated, (x, weights))
-    assert donated[0]["w"].is_deleted()
+    params, *_ = page["accumulated_step"](*state(page["mesh"]), (x, weights))
     assert_close(w - jax.device_get(params["w"]))
-    x[1, 5], weights[1, 5] = np.inf, 1  # on one device
-    before, compiled = jax.device_get(params["w"]), step._cache_size()
-    params, opt_state, _ = step(params, opt_state, (x, weights))
-    assert (int(opt_state.skipped), step._cache_size()) == (1, compiled)
-    for shard in params["w"].addressable_shards:
-        np.testing.assert_array_equal(shard.data, before)
 
 
 def test_the_page_on_spikes_knows_before_the_update_what_is_applied():

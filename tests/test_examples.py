@@ -173,7 +173,7 @@ def test_an_overflow_of_one_player_skips_and_backs_off_only_that_one(run, tmp_pa
 
 # Steps, and what the example prints then.
 PRINTS = {
-    "bfloat16_storage.py": (30, r"8\.0 bytes a parameter(?s:.*)^0 arrays differ"),
+    "bfloat16_storage.py": (30, r"8\.0 bytes a parameter\n.*; 0 arrays differ"),
     "from_pytorch.py": (100, "check_step: no problem found"),
     "gaussian_process.py": (2, r"^bfloat16, distances kept +[012](\.\d+)? %"),
     "linen_resnet.py": (4, "BatchNorm statistics finite: True"),

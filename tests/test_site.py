@@ -71,16 +71,6 @@ def test_the_table_of_all_names_has_each_with_a_link_to_its_entry(site):
 
 
 @pytest.mark.slow
-def test_signatures_show_no_private_argument(site):
-    signature = re.compile(r'doc-signature highlight">.*?</pre>', re.DOTALL)
-    pages = [page.read_text() for page in site.glob("api/*.html")]
-    shown = "\n".join(found for page in pages for found in signature.findall(page))
-    arguments = re.findall(r"^ +(\w+)", re.sub(r"<[^>]+>", "", shown), re.MULTILINE)
-    assert "loss_scale" in arguments
-    assert not [name for name in arguments if name.startswith("_")]
-
-
-@pytest.mark.slow
 def test_pages_load_nothing_from_another_host(site):
     for page in site.rglob("*.html"):
         loaded = re.findall(

@@ -1124,11 +1124,10 @@ def test_what_a_forward_pass_writes_to_nnx_modules_is_written():
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, nnx.jit])
-def test_attributes_that_nnx_modules_write_arrive_or_are_refused(transform):
+def test_attributes_that_nnx_modules_write_arrive(transform):
     class Net(nnx.Module):
         def __init__(self):
             self.dense, self.calls = nnx.Linear(N, N, rngs=nnx.Rngs(0)), 0
-            self.last = None
 
         def __call__(self, x):
             self.calls += 1
@@ -1139,11 +1138,3 @@ def test_attributes_that_nnx_modules_write_arrive_or_are_refused(transform):
     half = jmp_scale.nnx.autocast(lambda model, x: model(x), "bfloat16")
     transform(half)(model, X)
     assert (model.calls, model.label, model.lazy.out_features) == (1, "called", 3)
-
-    def leaks(model, x):
-        model.last = model.dense(x)
-        return model.last
-
-    # By Flax itself, or where that lets a tracer stay behind, with the cure.
-    with pytest.raises(ValueError, match=r"'last'(.|\n)*(nnx.data|an nnx.Variable)"):
-        transform(jmp_scale.nnx.autocast(leaks, "bfloat16"))(model, X)

@@ -167,8 +167,3 @@ def test_a_push_refuses_what_is_not_one_step(case):
     before, after, words = REFUSED[case]
     with pytest.raises(ValueError, match=f"^LossScaleHistory.push: .*{words}"):
         LossScaleHistory.create(3).push(before, after)
-
-
-def test_a_push_of_several_losses_is_refused():
-    with pytest.raises(ValueError, match="shape"):
-        LossScaleHistory.create(3).push(S, state(), loss=jnp.ones(2))

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from jmp_scale.diagnostics import precision_report
 
-ERRORS = {"half-constant", "half-parameters"}
+ERRORS = {"half-constant", "half-integers", "half-parameters"}
 
 
 def planted(*functions):

@@ -50,12 +50,16 @@ OF_FLOAT16 = {
     "epsilon_in_maximum": lambda h: h / jnp.maximum(jnp.abs(h), 1e-8),  # !half-division
 }
 OF_BFLOAT16 = {
+    "integers_beside_half": lambda h: h[0] * jnp.arange(3000),  # !half-integers
     "sum_of_many_in_bfloat16": lambda h: jnp.tile(h, 2000).sum(),  # !half-sum
     "exponential_in_bfloat16": lambda h: jnp.exp(h),  # !half-exp
     "logarithm_of_one_plus": lambda h: jnp.log1p(jnp.abs(h)),  # !half-exp
     "least_in_bfloat16": lambda h: jnp.where(h > 0, h, LEAST),  # !half-constant
 }
 OF_FLOAT32 = {
+    "integers": lambda x: jnp.sin(jnp.arange(5000).astype(F16)),  # !half-integers
+    "half_integers": lambda x: jnp.sin(jnp.arange(5000, dtype=F16)),  # !half-integers
+    "samples": lambda x: (x * 100).astype(jnp.int16).astype(F16),  # !half-integers
     "cast_sum": lambda x: jnp.sin(jnp.sum(jnp.tile(x, 100)).astype(F16)),  # !half-sum
     "cast_cumsum": lambda x: jnp.cumsum(jnp.tile(x, 100)).astype(F16)[-1],  # !half-sum
     "cast_mask": lambda x: jnp.where(x > 0, 0.0, -1e9).astype(F16),  # !half-constant

@@ -171,6 +171,11 @@ def _sum(eqn: JaxprEqn, x: Fact) -> Fact:
     return Fact(x.low * count, x.high * count, summed=summed)
 
 
+def _iota(eqn: JaxprEqn) -> Fact:
+    count = shape(eqn.outvars[0])[eqn.params["dimension"]]
+    return Fact(0.0, float(max(count - 1, 0)))
+
+
 _FUNCTIONS: dict[str, Function] = {
     "abs": np.abs,
     "add": np.add,
@@ -196,6 +201,7 @@ _RULES: dict[str, Callable[..., Fact]] = {
     **dict.fromkeys(_JOINS, _joined),
     **dict.fromkeys(["erf", "sign", "sin", "cos"], lambda eqn, x: Fact(-1.0, 1.0)),
     "cumsum": lambda eqn, x: join(_sum(eqn, x), x),
+    "iota": _iota,
     "integer_pow": lambda eqn, x: _power(eqn, x, eqn.params["y"]),
     "logistic": lambda eqn, x: Fact(0.0, 1.0),
     "mul": _mul,

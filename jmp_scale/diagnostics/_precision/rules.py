@@ -12,11 +12,14 @@ from jax.extend.core import Var
 from ..._jaxpr import SAME_ENTRIES, Loop, dtype_name, is_literal, size, words
 from ..._policy import is_half
 from .._source import Place
-from .equation import Equation, Fact, Finding, Severity
-from .facts import entries_added, is_lost, rounded
+from .equation import Equation, Fact, Finding, Severity, is_integer
+from .facts import entries_added, is_lost, rounded, transfer
 
 FLOAT16_MAX = 65504
 _LONG = 4096
+_DISTINCT_INTEGERS = {"float16": 2048, "bfloat16": 256}
+_UNKNOWN_EXTENT = 2**31 - 1  # of int32 and wider
+_COLLECTIVES = ("psum", "reduce_scatter", "all_reduce", "unreduced_psum")
 _EXPONENTIALS = words("exp exp2 expm1 log log1p pow cumlogsumexp")
 _OVERFLOWING = words("exp exp2 expm1 pow")
 _LARGEST_EXPONENT = 11
@@ -35,11 +38,13 @@ _SLICE_GRADIENTS = words("dynamic_update_slice pad scatter scatter-add")
 def faults(equation: Equation) -> Iterator[Finding]:
     """Applies all rules to an equation."""
     yield from _half_sum(equation)
+    yield from _half_collective(equation)
     # Transposing creates no square and no exp; a user's backward rule may.
     yield from _half_square(equation)
     yield from _half_exp(equation)
     if not equation.backward:
         yield from _half_constant(equation)
+        yield from _half_integers(equation)
         yield from _half_division(equation)
 
 
@@ -67,6 +72,38 @@ def _half_sum(equation: Equation) -> Iterator[Finding]:
     harm = " and ".join(harms) or "keeps two digits"
     what = f"a sum of {count:,.0f} entries {how} in {equation.result}, which {harm}"
     yield equation.finding("half-sum", severity, f"{what}; {cure}")
+
+
+def _half_collective(equation: Equation) -> Iterator[Finding]:
+    halves = [v for v in equation.eqn.invars if is_half(dtype_name(v))]
+    if not halves or not equation.name.startswith(_COLLECTIVES):
+        return
+    message = (
+        f"a sum over devices in {dtype_name(halves[0])} rounds at each addition; cast "
+        "to float32 before the collective, or use sum_gradients"
+    )
+    yield equation.finding("half-collective", "warning", message, halves[0])
+
+
+def _half_integers(equation: Equation) -> Iterator[Finding]:
+    if not is_half(equation.result):
+        return
+    if equation.name == "iota":
+        (fact,) = transfer(equation.eqn, ())
+        counts = "linspace" not in equation.place().calls  # its points are no integers
+    else:
+        fact = equation.ins[0] if equation.ins else Fact()
+        casts = equation.name == "convert_element_type"
+        counts = casts and is_integer(equation.source) and fact.single is None
+    limit = _DISTINCT_INTEGERS[equation.result]
+    if not counts or not limit < fact.magnitude < _UNKNOWN_EXTENT:
+        return
+    message = (
+        f"integers up to {fact.magnitude:,.0f} are cast to {equation.result}, which "
+        f"tells them apart only up to {limit:,}; keep them integers or compute in "
+        "float32"
+    )
+    yield equation.finding("half-integers", "error", message)
 
 
 def _half_square(equation: Equation) -> Iterator[Finding]:

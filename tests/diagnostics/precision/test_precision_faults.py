@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("ranks_promote")
 SOME = """
     sum_in_float16 gradient_of_a_bias cumulative_sum square norm
     exponential softmax mask_constant mask_by_full mask_by_scalar_type
-    epsilon_in_a_division epsilon_in_a_root_below
+    epsilon_in_a_division epsilon_in_a_root_below integers
     running_sum moving_average
 """
 

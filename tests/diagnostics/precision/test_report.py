@@ -12,7 +12,7 @@ import optax
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
-from precision_checks import assert_finds
+from precision_checks import assert_finds, on_four_devices
 
 import jmp_scale
 from jmp_scale.diagnostics import precision_report
@@ -83,6 +83,19 @@ def forward_and_backward(w, x):
     h = jnp.tile(w[0].astype(F16), (10_000, 1))  # !half-sum
     total = jnp.sum(h * jnp.sum(h))  # !half-sum:error
     return total.astype(F32)
+
+
+def mean_over_devices(w, x):
+    h = x.astype(F16) @ w.astype(F16)
+    centred = h - lax.pmean(h.mean(0), "i")  # !half-collective
+    return lax.pmean(jnp.mean(centred.astype(F32)), "i")
+
+
+def test_sums_over_devices_in_half_precision():
+    assert_finds([mean_over_devices], on_four_devices(mean_over_devices), W, X)
+    rows = jax.vmap(mean_over_devices, axis_name="i", in_axes=(None, 0))
+    loss = lambda w, x: rows(w, x.reshape(4, 4, 8)).mean()  # noqa: E731
+    assert_finds([mean_over_devices], loss, W, X)
 
 
 LOSSES = [

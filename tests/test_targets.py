@@ -5,12 +5,15 @@ import re
 from unittest import mock
 
 import _compiled
+import _hlo
 import _minimal
 import _problems
 import _targets
+import _traffic
 import _wire
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -89,6 +92,17 @@ def test_clipping_reads_the_gradients_once(name, peer):
     assert bytes_ratio <= {"h100": 1.001, "tpu-v5e": 1.01}[name]
 
 
+@compiles_for("h100", "tpu-v5e")
+def test_a_guard_reads_what_the_finite_check_reads(name):
+    guarded, plain = (
+        figures(name, peer) for peer in ("with_loss_scale, guard", "with_loss_scale")
+    )
+    # On a TPU fewer gradients stay in on-chip memory.
+    limit = {"h100": 1.002, "tpu-v5e": 1.04}[name]
+    assert guarded.bytes_accessed / plain.bytes_accessed <= limit
+    assert guarded.conditionals == 0
+
+
 @compiles_for("h100")
 @pytest.mark.parametrize(
     ("optimizer", "limit"), [("adamw", 1.6), ("clip+adamw", 1.0), ("lion", 1.6)]
@@ -135,6 +149,36 @@ def test_auto_mesh_axes_need_one_all_reduce_more(name, chips, peer):
     # A number for each leaf at most, and no array.
     assert len(types) <= 3 * len(PARAMS)
     assert all("," not in shape for shape in types)
+
+
+@compiles_for("h100", "tpu-v5e")
+def test_leaves_that_are_all_sharded_need_a_scalar(name):
+    sharding = NamedSharding(_targets.Target(name, 4).mesh, P("chips"))
+    finite = jax.jit(jmp_scale.all_finite, in_shardings=(sharding,))
+    program = finite.lower([leaf(512, 256)] * 12).compile().as_text()
+    ((kind, types),) = _traffic.collectives(_hlo.parse(program))
+    assert (kind, types) in [("all-reduce", (x,)) for x in ("pred[]", "u32[]")]
+
+
+@compiles_for("h100", "tpu-v5e")
+def test_a_step_exported_for_three_machines_is_the_one_compiled_for_each(name):
+    params = {f"w{i}": leaf(512, 512) for i in range(4)}
+    tx = jmp_scale.with_loss_scale(optax.adamw(1e-3), jmp_scale.DynamicLossScale())
+    state = jax.eval_shape(tx.init, params)
+    leaves, structure = jax.tree.flatten((params, state, params))
+
+    def step(*leaves):
+        return jax.tree.leaves(tx.update(*jax.tree.unflatten(structure, leaves)))
+
+    platforms = ["cpu", "tpu", "cuda"]
+    exported = jax.export.export(jax.jit(step), platforms=platforms)(*leaves)
+    restored = jax.export.deserialize(exported.serialize())
+    target = _targets.Target(name)
+    direct, through = (
+        _compiled.figures(jax.jit(f).lower(*target.placed(leaves)).compile(), target)
+        for f in (step, restored.call)
+    )
+    assert direct == through
 
 
 @compiles_for("h100")

@@ -57,6 +57,14 @@ def carry_of_7e6(w, x):
 
 
 @hostile
+def concentrations(w, x):
+    def step(c, _):
+        return c * jnp.exp(0.1 * jnp.tanh(jnp.log(c) @ w / 20)), None
+
+    return jnp.mean(jnp.log(lax.scan(step, 1e-9 * jnp.exp(x), None, length=4)[0]))
+
+
+@hostile
 def forty_operations_on_an_argument(w, x):
     y = 1e6 * x
     for i in range(40):
@@ -78,6 +86,13 @@ def gathered_energies(w, x):
     return 1e4 * jnp.mean((-76.4 + 0.01 * (jnp.tanh(x @ w) @ w) - y) ** 2)
 
 
+@hostile
+def distillation(w, x):
+    student = jax.nn.softmax(10 * x @ w)
+    teacher = lax.stop_gradient(jax.nn.softmax(jnp.tanh(x @ A) @ B))
+    return -jnp.mean(teacher * jnp.log(student))
+
+
 def masked(name, mask):
     def program(w, x):
         h = x + jnp.tanh(x @ w)
@@ -89,8 +104,10 @@ def masked(name, mask):
 masked("mask_of_the_maximum", lambda h: h == h.max(-1, keepdims=True))
 masked("mask_of_the_maximum_of_columns", lambda h: h == h.max(0, keepdims=True))
 masked("top_k_by_threshold", lambda h: h >= jnp.sort(h)[:, -4:-3])
+masked("top_k", lambda h: h >= lax.top_k(h, 4)[0][:, -1:])
 masked("nearest_code", lambda h: jax.nn.one_hot(jnp.argmin(h, -1), N))
 masked("median", lambda h: h > jnp.median(h, -1, keepdims=True))
+masked("running_maximum", lambda h: h == lax.cummax(h, axis=1))
 
 
 @hostile
@@ -224,3 +241,9 @@ def mixture_of_experts(w, x):
 @hostile
 def loss_of_a_gradient(w, x):
     return mean_square(jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w) @ w))(x))
+
+
+@hostile
+def norm_in_a_loss_of_a_gradient(w, x):
+    energy = lambda x: jnp.sum(jax.nn.standardize(x @ w, 0) ** 3 @ w)  # noqa: E731
+    return mean_square(jax.grad(energy)(x))

@@ -74,6 +74,11 @@ def attention(w, x):
     return mean_square(jax.nn.softmax(jnp.where(mask, scores, -1e9)) @ v)
 
 
+@program(args=(W, B3[:, :, None]))
+def fused_attention(w, x):
+    return mean_square(jax.nn.dot_product_attention(x @ w, x, x, is_causal=True))
+
+
 @program
 def cross_entropy(w, x):
     logits = jax.nn.log_softmax(jax.nn.relu(x @ w) @ w)
@@ -112,6 +117,12 @@ def while_loop(w, x):
 def cond(w, x):
     y = lax.cond(jnp.sum(x) > 0, layer, lambda w, y: 2 * layer(w.T, y), w, x)
     return mean_square(y @ w)
+
+
+@program
+def switch(w, x):
+    branches = [layer, lambda w, y: y, lambda w, y: layer(w.T, y)]
+    return sum(mean_square(lax.switch(i, branches, w, x)) for i in range(3))
 
 
 @program
@@ -156,6 +167,11 @@ def custom_vjp_with_products(w, x):
 @program(args=(K3, IMAGE))
 def convolution_with_strides_and_dilation(k, x):
     return mean_square(convolve(x, k, (2, 1), ((1, 1), (1, 0)), (1, 2), (2, 2)))
+
+
+@program(args=(K3.reshape(3, 3, 1, 12)[..., :6], IMAGE))
+def grouped_convolution(k, x):
+    return mean_square(convolve(x, k, (1, 1), "SAME", feature_group_count=3))
 
 
 @program(args=(K1, K3, IMAGE))
@@ -235,6 +251,16 @@ def shard_map(w, x):
     return loss(w, x)
 
 
+@program(args=(W, ROWS))
+def shard_map_without_checks(w, x):
+    def gathered(w, x):
+        return layer(lax.all_gather(w, "i", axis=1, tiled=True), x)
+
+    specs = {"in_specs": (P(None, "i"), P("i", None)), "out_specs": P("i", None)}
+    f = jax.shard_map(gathered, mesh=ONE_AXIS, **specs, check_vma=False)
+    return mean_square(f(w, x) @ w)
+
+
 @program
 def sharding_constraint(w, x):
     sharding = jax.NamedSharding(ONE_AXIS, P("i"))
@@ -256,6 +282,15 @@ def log_of_a_marked_part(w, x):
     return -jnp.mean(jnp.log(tiny(w, layer(w, x))))
 
 
+@program(halves=False)
+def distances_by_an_exact_product(w, x):
+    y = 5 + 0.1 * layer(w, x)
+    squares = jnp.sum(y * y, -1)
+    products = jnp.dot(y, y.T, precision="highest")
+    distances = squares[:, None] + squares[None] - 2 * products + jnp.eye(len(x))
+    return jnp.mean(1 / jnp.sqrt(distances))
+
+
 @program
 def contexts_that_change_within_an_island(w, x):
     y = jnp.sin(x @ w)
@@ -272,6 +307,9 @@ EXPRESSIONS = {
     "inner_jit": lambda w, x: jax.jit(layer)(w, jax.jit(jax.jit(layer))(w, x)),
     "fori_loop": lambda w, x: lax.fori_loop(0, 3, lambda i, y: layer(w, y) + i / 10, x),
     "remat": lambda w, x: jax.checkpoint(layer)(w, jax.checkpoint(layer)(w, x)),
+    "remat_with_a_policy": lambda w, x: jax.checkpoint(
+        lambda w, y: layer(w, layer(w, y)), policy=jax.checkpoint_policies.dots_saveable
+    )(w, x),
     "custom_jvp": lambda w, x: product_with_a_rule(w, layer(w, x)),
     "custom_vjp_without_products": lambda w, x: clipped(2 * x @ w) @ w,
     "vmap": lambda w, x: jax.vmap(lambda y: jax.nn.relu(w @ y) @ w)(x) @ w,

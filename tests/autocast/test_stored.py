@@ -12,18 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from autocast_programs import arrays
+from flax import linen, nnx
 from helpers import EXPLICIT, ONE_AXIS
-from jax import lax
+from jax import export, lax
 from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jmp_scale.nnx
 from jmp_scale import _jaxpr, autocast, keep_float32
 
 N, MANY = 16, 512
 W, X, STACK, TABLE = arrays((N, N), (MANY, 4, N), (4, N, N), (40, N), scale=0.2)
 B = jnp.zeros(N)
 n32 = functools.partial(jnp.asarray, dtype=jnp.float32)
+EMBED = linen.Embed(40, N).apply
 
 
 class Data(NamedTuple):
@@ -70,6 +73,14 @@ def fori(d, w):
     return lax.fori_loop(0, MANY, body, (d.x[0], 0.0))[1]
 
 
+def micro_batches(d, w, v):
+    def add(total, batch):
+        x, y = batch
+        return total + near(jnp.tanh(x @ w) @ v, y) / len(d.x), None
+
+    return lax.scan(add, 0.0, (d.x, d.y[: len(d.x), None]))[0]
+
+
 def chunks(d, w, t):
     def chunk(total, batch):
         x, ids = batch
@@ -103,6 +114,13 @@ def pipeline(d, stack):
         return total + near(h) / MANY, None
 
     return lax.scan(run, 0.0, d.x)[0]
+
+
+def unrolled(d, w):
+    h, t = d.x[0], w.T
+    for i in range(8):
+        h = jnp.tanh(h @ w + d.x[i])
+    return near(h) + sum(near(d.x[i, :1] * n32(t)) for i in range(40)) / 40
 
 
 def carried(change, wrap=lambda f: f):
@@ -197,15 +215,22 @@ def with_rules(fun):
 PROGRAMS = {
     "index": (rows_of(lambda t, ids: t[ids]), TABLE, W),
     "take": (rows_of(lambda t, ids: jnp.take(t, ids, 0)), TABLE, W),
+    "linen": (rows_of(lambda t, i: EMBED({"params": {"embedding": t}}, i)), TABLE, W),
     "tied": (tied, TABLE),
     "experts": (experts, STACK),
     "rnn": (rnn, W, B),
     "fori": (fori, W),
     "map": (mapped(lambda x, w, b: jax.nn.gelu(x @ w + n32(b[None]))), W, B),
+    "batches": (micro_batches, W, W),
     "chunks": (chunks, W, TABLE),
     "moved": (moved, W, STACK),
     "cond": (branches, W),
     "pipeline": (pipeline, STACK),
+    "nested": (
+        lambda d, w: near(lax.map(lambda x: loop_over(x, w), d.x.reshape(8, -1, 4, N))),
+        W,
+    ),
+    "unrolled": (unrolled, W),
     "checkpoint": (mapped(jax.checkpoint(lambda x, w: jnp.tanh(x @ w) @ w)), W),
     "custom_jvp": (mapped(lambda x, w: own_rule(n32(w), x)), W),
     "carry, checkpoint": (carried(lambda w: w, jax.checkpoint), W),
@@ -223,6 +248,10 @@ PROGRAMS = {
     ),
     "made by map": (
         made(lambda d, s: lax.map(lambda w: w * w.dtype.type(2), s)[1]),
+        STACK,
+    ),
+    "made by scan": (
+        made(lambda d, s: lax.scan(lambda c, w: (c, w.T), 0, s)[1][2]),
         STACK,
     ),
     "made by checkpoint": (made(lambda d, w: jax.checkpoint(lambda w: w * 1)(w)), W),
@@ -260,12 +289,13 @@ def errors_of(fun, weights, dtype, wrap=jax.jit, half=autocast):
 # One rounding of each entry: 2^-9 of it at most.
 ROUNDING = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
 # One of each kind runs by default, in the dtype with the larger errors.
-SIBLINGS = "moved", "fori", "map", "carry, policy", "made by map"
+SIBLINGS = "moved", "fori", "map", "carry, policy", "made by map", "made by scan"
+SIBLINGS += "linen", "batches", "nested", "pmap", "exported", "branches of platforms"
 
 
-def case(name, dtype):
-    is_slow = name in SIBLINGS or (dtype == "float16" and name != "index")
-    return pytest.param(name, dtype, marks=pytest.mark.slow if is_slow else ())
+def case(name, *dtype):
+    is_slow = name in SIBLINGS or (dtype == ("float16",) and name != "index")
+    return pytest.param(name, *dtype, marks=pytest.mark.slow if is_slow else ())
 
 
 CASES = [case(*each) for each in itertools.product(PROGRAMS, ROUNDING)]
@@ -345,12 +375,16 @@ def on_explicit_axes(gradient):
     return run
 
 
-def in_groups(gradient):
+def exported(gradient):
+    return lambda *args: export.export(jax.jit(gradient))(*args).call(*args)
+
+
+def in_groups(gradient, over=lambda fun: jax.jit(jax.vmap(fun))):
     """Its gradients of parts of the batch, and their mean."""
 
     def run(d, w):
         x = d.x.reshape(8, -1, *d.x.shape[1:])
-        each = jax.jit(jax.vmap(lambda x: gradient(d._replace(x=x), w)))
+        each = over(lambda x: gradient(d._replace(x=x), w))
         return jax.tree.map(lambda g: n32(g).mean(0).astype(g.dtype), each(x))
 
     return run
@@ -386,6 +420,8 @@ AROUND = {  # program and weights, what is around, and how often the sum is roun
         1,
     ),
     "vmap": ((MAP, W), in_groups, 1),
+    "pmap": ((MAP, W), functools.partial(in_groups, over=jax.pmap), 1),
+    "exported": ((MAP, W), exported, 1),
     # Each device rounds its part, and the sum of the parts is half precision.
     "shard_map, a table": (PROGRAMS["index"], in_shards, 4),
     # jax 0.8 rounds the part of each device too.
@@ -397,7 +433,7 @@ AROUND = {  # program and weights, what is around, and how often the sum is roun
 }
 
 
-@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("around", [*map(case, AROUND)])
 def test_it_is_one_whatever_is_around(around):
     (fun, *weights), wrap, roundings = AROUND[around]
     error, wide = errors_of(fun, weights, "bfloat16", wrap)
@@ -420,6 +456,14 @@ def test_a_while_reads_the_stored_values():
     np.testing.assert_allclose(got, wanted, rtol=0.01)
 
 
+OUT_OF_REACH = {
+    "custom_vjp": with_rules(loop_over)["custom_vjp"],
+    "branches of platforms": lambda x, w: lax.platform_dependent(
+        x, w, cpu=loop_over, default=loop_over
+    ),
+}
+
+
 def told(fun, w):
     """The warnings of loops that add up in half precision, of two derivatives."""
     with warnings.catch_warnings(record=True) as seen:
@@ -431,8 +475,9 @@ def told(fun, w):
 
 
 @pytest.mark.filterwarnings("ignore:autocast")
-def test_a_sum_out_of_reach_is_told_once_by_line_and_a_cast_cures_it():
-    run, half = with_rules(loop_over)["custom_vjp"], W.astype("bfloat16")
+@pytest.mark.parametrize("name", [*map(case, OUT_OF_REACH)])
+def test_a_sum_out_of_reach_is_told_once_by_line_and_a_cast_cures_it(name):
+    run, half = OUT_OF_REACH[name], W.astype("bfloat16")
     as_stored = lambda d, w: near(n32(run(d.x, w)))  # noqa: E731
     (message,) = told(as_stored, half)
     line = loop_over.__code__.co_firstlineno + 1
@@ -451,6 +496,23 @@ def test_a_sum_out_of_reach_is_told_once_by_line_and_a_cast_cures_it():
 def test_a_single_reader_out_of_reach_is_not_told(rule):
     one = with_rules(lambda x, w: jnp.tanh(x @ w))[rule]
     assert not told(mapped(lambda x, w: n32(one(x, w))), W.astype("bfloat16"))
+
+
+def test_of_an_nnx_module_too():
+    model = nnx.Linear(N, N, rngs=nnx.Rngs(0))
+
+    def loss(model, x):
+        return near(nnx.scan(lambda m, x: (m, jnp.tanh(m(x))))(model, x)[1])
+
+    def gradient(fun, dtype):
+        nnx.update(model, jax.tree.map(lambda p: p.astype(dtype), nnx.state(model)))
+        return n32(nnx.jit(nnx.grad(fun))(model, DATA.x).kernel[...]).ravel()
+
+    half = jmp_scale.nnx.autocast(loss, "bfloat16")
+    found = gradient(half, "bfloat16")
+    wide, exact = gradient(half, "float32"), gradient(loss, "float32")
+    norm = np.linalg.norm
+    assert norm(found - exact) <= 1.5 * norm(wide - exact) + 2.0**-9 * norm(exact)
 
 
 def test_second_derivatives_too():

@@ -201,7 +201,7 @@ def is_no_sequence(value: object) -> bool:
 
 
 # Under `JAX_REMAT3`, `JAX_CUSTOM_JVP3` and the like (jax 0.12) checkpoints, functions
-# with rules and names are equations of one primitive. Its parameter is an object of
+# with rules and scans are equations of one primitive. Its parameter is an object of
 # `jax.experimental.hijax`, whose class says which of these primitives it replaces.
 _REPLACED = {
     "RematTraced": "remat2",
@@ -209,6 +209,7 @@ _REPLACED = {
     "CustomVJPTraced": "custom_vjp_call",
     "CheckpointName": "name",
     "CheckpointNameFwd": "name",
+    "Scan3": "scan3",
     "AutocastProducts": "custom_jvp_call",  # our own, of `_autocast.policies`
 }
 
@@ -227,6 +228,11 @@ def params_of(eqn: JaxprEqn) -> dict[str, Any]:
     """Returns the parameters of an equation, or of the object that it calls."""
     box = _box_of(eqn)
     return eqn.params if box is None else box.params
+
+
+def has_effects(eqn: JaxprEqn) -> bool:
+    """Whether an equation does more than to return results; `Scan3` does not say it."""
+    return bool(eqn.effects) or any(map(is_reference, variables(eqn.invars)))
 
 
 def subjaxprs(eqn: JaxprEqn) -> list[Program]:

@@ -51,6 +51,24 @@ def _scan(eqn: JaxprEqn, values: Arrays, body: Body) -> Results | None:
     return [*carry, *ys]
 
 
+def _scan3(eqn: JaxprEqn, values: Arrays, body: Body) -> Results:
+    """Runs a scan that passes values on in references, which its iterations write."""
+    params = _jaxpr.params_of(eqn)
+    are_scanned, atoms = params["extensives"], enumerate(eqn.invars)
+    places = [None if _jaxpr.is_reference(v) else i for i, v in atoms]
+    function = body(params["jaxpr"], places, "loop")
+    pairs = [*zip(values, are_scanned, strict=True)]
+
+    def step(_: None, xs: Results) -> tuple[None, Results]:
+        turn = iter(xs)
+        return None, function(*(next(turn) if each else x for x, each in pairs))
+
+    scanned = [x for x, each in pairs if each]
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    _, ys = lax.scan(step, None, scanned, **options)
+    return ys
+
+
 def _while(eqn: JaxprEqn, values: Arrays, body: Body) -> Results | None:
     loop = _jaxpr.loop_of(eqn)
     condition = eqn.params["cond_jaxpr"]
@@ -139,6 +157,7 @@ def _shard_map(eqn: JaxprEqn, values: Arrays, body: Body) -> Results:
 # primitive; None if it cannot be put back.
 CALLS: dict[str, Callable[[JaxprEqn, Arrays, Body], Results | None]] = {
     "scan": _scan,
+    "scan3": _scan3,
     "while": _while,
     "cond": _cond,
     "jit": _jit,

@@ -209,7 +209,7 @@ def is_partly_half(eqn: JaxprEqn) -> bool:
 def is_cheap(eqn: JaxprEqn) -> bool:
     """Whether an equation is elementwise, a sum or a move, or a call of such ones."""
     bodies, name = _jaxpr.subjaxprs(eqn), _jaxpr.name_of(eqn)
-    if eqn.effects:
+    if _jaxpr.has_effects(eqn):
         return False
     if name == "reshard":
         return mesh_of(eqn.invars[0]) == mesh_of(eqn.outvars[0])

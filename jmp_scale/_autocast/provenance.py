@@ -28,7 +28,7 @@ from .stored import is_in_half, widened
 
 _INTEGERS = "bool", "int", "uint"
 # They run as calls if they pick entries.
-_CALLS = "scan", "while", "cond", "remat2", "shard_map"
+_CALLS = "scan", "scan3", "while", "cond", "remat2", "shard_map"
 
 # "product": it becomes half precision. "own": a product in the dtype of an operand,
 # which is not `autocast`'s. "call": its nested jaxprs hold products. "other": it runs
@@ -169,7 +169,7 @@ def read(
     )
     wanted, steps = {*variables(flat.outvars)}, list[Step]()
     for step in reversed(reader.steps):
-        if step.eqn.effects or not wanted.isdisjoint(step.outputs):
+        if _jaxpr.has_effects(step.eqn) or not wanted.isdisjoint(step.outputs):
             steps.append(step)
             wanted.update(step.inputs)
     steps.reverse()

@@ -29,6 +29,12 @@ def repeated(w, x):
 SCANS = {
     "a weight": repeated,
     "a stack": lambda w, x: lax.scan(step, x, STACK * w[None]),
+    "a carry of zeros": lambda w, x: lax.scan(
+        lambda h, b: (jnp.tanh(h @ w + b), h.sum()), 0 * x, jnp.arange(3.0)
+    ),
+    "two carries": lambda w, x: lax.scan(
+        lambda c, _: ((step(c[0], w)[0], c[1] + 1), c[1]), (x, x[0]), None, length=3
+    ),
     "nested": lambda w, x: lax.scan(
         lambda h, _: (repeated(w, h)[0], h.sum()), x, None, length=2
     ),

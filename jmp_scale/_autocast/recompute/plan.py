@@ -134,7 +134,7 @@ class _Levels:
         last_effect = 0
         for step in self._steps:
             inputs = step.inputs
-            has_effects = bool(step.eqn.effects)
+            has_effects = _jaxpr.has_effects(step.eqn)
             has_tangent = not differentiable.isdisjoint(inputs)
             is_other = step.kind == "other"
             is_cheap_one = is_other and is_cheap(step.eqn)
@@ -194,7 +194,7 @@ class _Levels:
             if self._in_island[members[0]]:
                 part = self._island(members, wanted)
             else:
-                has_effects = bool(part.eqn.effects)
+                has_effects = _jaxpr.has_effects(part.eqn)
             if has_effects or not wanted.isdisjoint(_outputs(part)):
                 parts.append(part)
                 wanted.update(_inputs(part))

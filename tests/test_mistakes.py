@@ -45,10 +45,11 @@ def init(wrap, inner, params):
     return lambda: wrap(inner).init(params)
 
 
-def step(state=None, **extra_args):
-    """A step of Adam with these extra arguments, or with the state of another."""
+def step(state=None, grads=None, **extra_args):
+    """A step of Adam with these extra arguments, the state or gradients of another."""
     tx = with_loss_scale(optax.adam(0.1))
-    return lambda: tx.update(PARAMS, state or tx.init(PARAMS), PARAMS, **extra_args)
+    grads = PARAMS if grads is None else grads
+    return lambda: tx.update(grads, state or tx.init(PARAMS), PARAMS, **extra_args)
 
 
 def in_jit(tool, *args):
@@ -196,7 +197,8 @@ MISTAKES = {
     ),
     "a vector for a value": (step(value=PARAMS), "value to be the scalar.* alone"),
     "a loss with an aux": (step(value=(1.0, {})), "value to be the scalar.* alone"),
-    "a loss by another name": (step(loss=1.0), "the loss as value=, got loss= alone"),
+    "a loss by another name": (step(loss=1.0), "the loss as value=, got loss="),
+    "gradients of others": (step(grads=[PARAMS]), "of the structure of the parameters"),
     "the state of another optimizer": (
         step(optax.adam(0.1).init(PARAMS)),
         r"expected update\(grads, state, params, value=loss\), got update\(.*, tuple, "

@@ -1,14 +1,15 @@
 """`get_loss_scale`: reads loss scales from configuration files and flags."""
 
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from .._policy import half_dtype, name_to_dtype
 from .._state import LossScale
 from .loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 
 
-def get_loss_scale(spec: LossScale | ArrayLike | str) -> LossScale:
+def get_loss_scale(spec: LossScale | ArrayLike | DTypeLike) -> LossScale:
     """Reads a loss scale from a configuration value, as `get_policy` reads a policy.
 
     | `spec` | loss scale |
@@ -21,15 +22,18 @@ def get_loss_scale(spec: LossScale | ArrayLike | str) -> LossScale:
     | `"bf16"`, `"fp32"`, `"f64"` | `NoOpLossScale()`: at least the range of float32 |
     | a loss scale | itself |
 
-    Dtypes have the names of `get_policy`; case and blanks do not matter.
+    A dtype is as its name. Names are those of `get_policy`; case and blanks do not
+    matter.
 
     Raises:
-      TypeError: neither a string, nor a number, nor a loss scale.
+      TypeError: neither a string, a number, a dtype nor a loss scale.
       ValueError: an unknown string (the message lists the known ones), or a number out
         of the range of the loss scale.
     """
     if isinstance(spec, LossScale):
         return spec
+    if isinstance(spec, (type, np.dtype)):
+        spec = str(jnp.dtype(spec))
     if not isinstance(spec, str):
         return StaticLossScale(spec)  # pyright: ignore[reportArgumentType]
     text = spec.lower().strip()

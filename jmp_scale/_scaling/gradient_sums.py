@@ -12,8 +12,8 @@ precision all-reduce; 2 if each device needs its own share only.
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -71,9 +71,9 @@ def sum_gradients(
       axis_name: mesh axes, a name or a tuple, over which to add up. None (default): the
         manual axes over which a leaf varies, or those over which it is `unreduced`.
         With tensor parallelism name the axis of the batch.
-      like: `PartitionSpec`s or `NamedSharding`s of the parameters, or on Explicit axes
-        the parameters. A gradient whose parameter is split over the axes (FSDP, ZeRO)
-        is returned split, and is not gathered. None (default): all sums are whole.
+      like: parameters, or their `PartitionSpec`s or `NamedSharding`s. A gradient whose
+        parameter is split over the axes (FSDP, ZeRO) is returned split, and is not
+        gathered. None (default): all sums are whole.
       wire: dtype that is communicated, "bfloat16", "float16" or "float32". float16 is 8
         times as precise as bfloat16, because each leaf is multiplied by a power of two
         of its own; elements below 2^-39 of the largest become 0.
@@ -84,15 +84,16 @@ def sum_gradients(
       On Explicit axes leaves that are not `unreduced` are sums, returned unchanged.
 
     Raises:
-      TypeError: `axis_name` is of another type.
-      ValueError: no such `wire`; a leaf that JAX has added up already; `like` splits
-        two dimensions, or is a shard; a `shard_map` over some axes only, where XLA
+      TypeError: `axis_name`, or a leaf of `like`, has another type.
+      ValueError: no such axis or `wire`; a leaf that JAX has added up already; `like`
+        has another structure or shape; a `shard_map` over some axes only, where XLA
         would gather leaves that the others split.
 
     Source: Megatron-LM's `reduce_scatter_with_fp32_accumulation`; DeepSpeed's ZeRO++
     (Wang et al., 2023) adds up after an all-to-all too.
     """
-    _mesh.agreement("sum_gradients", axis_name)  # refuses what is not a name
+    if axis_name is not None:
+        _mesh.agreement("sum_gradients", axis_name)  # refuses what is not a name
     sent = name_to_dtype.get(wire) if isinstance(wire, str) else wire
     if sent not in WIRES:
         raise ValueError(
@@ -100,20 +101,20 @@ def sum_gradients(
             f"got {wire!r}"
         )
     names = None if axis_name is None else _mesh.names_of(axis_name)
-    found, structure = jax.tree_util.tree_flatten_with_path(grads)
-    likes = structure.flatten_up_to(like) if like is not None else [None] * len(found)
-    has_parts = any(_mesh.unreduced_axes(leaf) for _, leaf in found)
     manual = jax.sharding.get_abstract_mesh().manual_axes
+    is_in_map = manual or (names and _are_bound(names))
+    found, structure = jax.tree_util.tree_flatten_with_path(grads)
+    has_parts = any(_mesh.unreduced_axes(leaf) for _, leaf in found)
     add = functools.partial(_total, wire=sent, mean=mean)
     sums = []
-    for (path, leaf), own in zip(found, likes, strict=True):
+    for (path, leaf), own in zip(found, _leaves_like(like, structure), strict=True):
         is_array = isinstance(leaf, (jax.Array, np.ndarray, np.generic))
         if not is_array or leaf.dtype == jax.dtypes.float0:
             sums.append(leaf)
             continue
         name = jax.tree_util.keystr(path) or "(the whole tree)"
-        gradient = _Gradient(name, jnp.asarray(leaf), own)
-        if manual or (names and not has_parts):
+        gradient = _Gradient(name, jnp.asarray(leaf), _placement(name, own))
+        if is_in_map:
             if sent != jnp.float32:
                 _refuse_other_axes(gradient)
             sums.append(_sum_in_map(gradient, names, add))
@@ -128,15 +129,6 @@ class _Gradient(NamedTuple):
     name: str
     array: jax.Array
     like: Leaf
-
-    @property
-    def spec(self) -> PartitionSpec | None:
-        """How the parameter is split, whether or not it is typed `reduced`."""
-        if self.like is None:
-            return None
-        is_array = isinstance(self.like, (jax.Array, np.ndarray))
-        sharding: Any = jax.typeof(self.like).sharding if is_array else self.like
-        return PartitionSpec(*_mesh.dimensions(getattr(sharding, "spec", sharding)))
 
     def error(self, expected: str, got: str, cure: str) -> ValueError:
         return ValueError(
@@ -161,11 +153,18 @@ _Add = Callable[[jax.Array, _Way], jax.Array]
 
 def _sum_in_map(gradient: _Gradient, names: _mesh.Axes | None, add: _Add) -> jax.Array:
     """Sums a leaf in a map, where each device holds its own."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if names is not None and not _are_bound(names):
+        raise gradient.error(
+            f"an axis_name of a map around the call, of {manual or 'none'}",
+            f"over {names}",
+            "write one of these, or leave it out",
+        )
     axes = _mesh.disagreeing_axes(gradient.array) if names is None else names
     known = _mesh.varying_axes(gradient.array)
     is_tracked = not axes or _mesh.varying_axes(lax.axis_index(axes))
     if names != () and is_tracked and not (axes and known.issuperset(axes)):
-        over = axes or jax.sharding.get_abstract_mesh().manual_axes
+        over = axes or manual
         raise gradient.error(
             f"each device's own gradients over {over}",
             "which JAX has added up already",
@@ -173,23 +172,14 @@ def _sum_in_map(gradient: _Gradient, names: _mesh.Axes | None, add: _Add) -> jax
             "and take the gradient of that, or let shard_map add up, in the dtype of "
             "the computation",
         )
-    way, shape = _way_of_spec(gradient.spec, axes), gradient.array.shape
-    of_array = getattr(gradient.like, "shape", None)
-    if way is None or of_array not in (None, shape):  # a shard of the parameter
-        raise gradient.error(
-            f"like to be split along one dimension, over {axes} or one of them, last",
-            f"of shape {shape} and like {of_array or gradient.like}",
-            "give the PartitionSpecs of the parameters; of a leaf that is split along "
-            "two dimensions, add up over one axis after the other",
-        )
-    return add(gradient.array, way)
+    return add(gradient.array, _way_in_map(gradient, axes))
 
 
 def _sum_of_parts(
     gradient: _Gradient, names: _mesh.Axes | None, add: _Add, may_be_sum: bool
 ) -> jax.Array:
     """Sums a leaf that is `unreduced`. Others are sums already."""
-    total, spec = gradient.array, gradient.spec
+    total, like = gradient.array, gradient.like
     sharding: NamedSharding = jax.typeof(total).sharding
     axes = _mesh.unreduced_axes(total)
     kind = getattr(sharding.spec, "unreduced_kind", None)  # since jax 0.12
@@ -208,8 +198,17 @@ def _sum_of_parts(
             "Explicit axes of parameters that are typed reduced over it; a mean is "
             "of such leaves alone",
         )
+    if like is not None and not isinstance(like, PartitionSpec):
+        like = jax.typeof(like).sharding.spec
+    # How parameters are split, whether or not they are typed `reduced`.
+    spec = None if like is None else PartitionSpec(*_mesh.dimensions(like))
+    for at, part in enumerate(() if spec is None else spec):
+        count = math.prod(sharding.mesh.shape[name] for name in _mesh.names_of(part))
+        if count > 1:
+            _check_equal_parts(gradient, at, count)
     if axes:
-        way = _way_of_spec(spec, axes) or _Way(axes)
+        way = None if spec is None else _way_of_spec(spec, axes)
+        way = way or _Way(axes)
         total = jax.shard_map(
             lambda part: add(part, way),
             mesh=sharding.mesh,
@@ -284,10 +283,43 @@ def _powers_of_two(x: jax.Array, axes: _mesh.Axes) -> tuple[jax.Array, jax.Array
     return up, back
 
 
-def _way_of_spec(spec: PartitionSpec | None, axes: _mesh.Axes) -> _Way | None:
+def _way_in_map(gradient: _Gradient, axes: _mesh.Axes) -> _Way:
+    """Whether the sum is whole or a share: what `like` is, by its spec or its shape."""
+    like, shape = gradient.like, gradient.array.shape
+    if like is None:
+        return _Way(axes)
+    if isinstance(like, PartitionSpec):
+        way = _way_of_spec(like, axes)
+    else:
+        way = _way_of_shape(like.shape, shape, axes)
+    if way is None:
+        raise gradient.error(
+            f"like to be split along one dimension, over {axes} or one of them, last",
+            f"of shape {shape} and like {getattr(like, 'shape', like)}",
+            "give the parameters of this map, or their PartitionSpecs; of a leaf that "
+            "is split along two dimensions, add up over one axis after the other",
+        )
+    if way.kept:
+        _check_equal_parts(gradient, way.dimension, lax.axis_size(way.kept))
+    return way
+
+
+def _check_equal_parts(gradient: _Gradient, dimension: int, count: int) -> None:
+    """Raises an error that names the leaf, which JAX's does not."""
+    shape = gradient.array.shape
+    if dimension >= len(shape) or shape[dimension] % count:
+        raise gradient.error(
+            f"like to split dimension {dimension} into {count} equal parts",
+            f"of shape {shape}",
+            "give a PartitionSpec of another dimension, or PartitionSpec() for a whole "
+            "sum",
+        )
+
+
+def _way_of_spec(spec: PartitionSpec, axes: _mesh.Axes) -> _Way | None:
     """Returns None if several dimensions are split, or other axes split a share."""
     way = _Way(axes)
-    for at, part in enumerate(spec or ()):
+    for at, part in enumerate(_mesh.dimensions(spec)):
         names = _mesh.names_of(part)
         kept = tuple(name for name in names if name in axes)
         if kept and (way.kept or names[-len(kept) :] != kept):
@@ -296,12 +328,60 @@ def _way_of_spec(spec: PartitionSpec | None, axes: _mesh.Axes) -> _Way | None:
     return way
 
 
+def _way_of_shape(
+    share: Sequence[int], whole: Sequence[int], axes: _mesh.Axes
+) -> _Way | None:
+    """Returns None if a share is not an equal part of one dimension and of the axes."""
+    if len(share) != len(whole):
+        return None
+    differ = [at for at, size in enumerate(share) if size != whole[at]]
+    if not differ:
+        return _Way(axes)
+    at = differ[0]
+    choices = {axes, *((axis,) for axis in axes)}
+    fitting = [k for k in choices if share[at] * lax.axis_size(k) == whole[at]]
+    has_one = len(differ) == len(fitting) == 1
+    return _Way(axes, fitting[0], at) if has_one else None
+
+
 def _spec_of_sum(spec: PartitionSpec, way: _Way) -> PartitionSpec:
     parts = list(_mesh.dimensions(spec))
     if way.kept:
         parts += [None] * (way.dimension + 1 - len(parts))
         parts[way.dimension] = (*_mesh.names_of(parts[way.dimension]), *way.kept)
     return PartitionSpec(*parts)
+
+
+def _leaves_like(like: PyTree, structure: PyTree) -> list[PyTree]:
+    """Returns the leaves of `like`, one for each of the gradients."""
+    if like is None:
+        return [None] * structure.num_leaves
+    try:
+        return structure.flatten_up_to(like)
+    except ValueError as error:
+        raise ValueError(
+            "sum_gradients: expected like to have the structure of grads, "
+            f"{structure}, got {like!r}: {error}"
+        ) from None
+
+
+def _placement(name: str, like: Leaf) -> PyTree:
+    """Returns the array or spec whose placement a leaf gets, or None."""
+    like = like.spec if isinstance(like, NamedSharding) else like
+    if like is None or isinstance(like, PartitionSpec) or hasattr(like, "shape"):
+        return like
+    raise TypeError(
+        "sum_gradients: expected like to have a parameter, a PartitionSpec or a "
+        f"NamedSharding for {name}, got {like!r}"
+    )
+
+
+def _are_bound(names: tuple[str, ...]) -> bool:
+    try:
+        lax.axis_size(names)
+    except NameError:
+        return False
+    return True
 
 
 def _refuse_other_axes(gradient: _Gradient) -> None:

@@ -9,13 +9,13 @@ XLA may fuse differently than without the skip. There are two paths:
   the finite flag, and selects each state leaf right where it is computed. It is taken
   only if nothing can observe a skipped step before its results are discarded: in
   compiled code without effects, callbacks, runtime checks, branches and loops that wait
-  for a condition.
+  for a condition, and not under `jax_debug_nans`.
 
 Both paths are differentiated like a branch: discarded values have no derivative.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,10 @@ def attempt(
     applied: Flag, update: Update, inputs: PyTree, old: PyTree
 ) -> tuple[PyTree, PyTree]:
     """Returns what the update makes of inputs that are zero on a skipped step."""
+    if _debugs_nans() and not isinstance(applied, Tracer) and not applied:
+        # Eagerly, even 0 / 0 would raise.
+        updates = jax.eval_shape(lambda: update(inputs, old)[0])
+        return jax.tree.map(_negative_zeros, updates), old
     return update(unless(applied, inputs, jnp.zeros_like), old)
 
 
@@ -169,4 +173,9 @@ def _is_observed(jaxpr: Jaxpr) -> bool:
     """Whether someone may see the values of a skipped step, or wait for them."""
     names = {eqn.primitive.name for eqn in equations(jaxpr)}
     shows = any(part in name for name in names for part in WAITS_OR_SHOWS)
-    return shows or bool(jaxpr.effects)
+    return shows or bool(jaxpr.effects) or _debugs_nans()
+
+
+def _debugs_nans() -> bool:
+    config: Any = jax.config
+    return config.jax_debug_nans or config.jax_debug_infs

@@ -90,10 +90,10 @@ def with_loss_scale(
 
     Raises:
       TypeError: an argument of another type; from `update`, a state that `init` did not
-        return, or `loss` without `value`.
+        return, or a loss under another name than `value`.
       ValueError: `inner` contains another `with_loss_scale` (from `init`); from
-        `update`: `value` is not a scalar, gradients are `unreduced`, or `inner` changes
-        the structure of its state.
+        `update`: `value` is not a scalar, gradients and parameters differ in structure,
+        gradients are `unreduced`, or `inner` changes the structure of its state.
 
     Warns:
       UserWarning: from `init`, half-precision parameters, which lose small updates.
@@ -102,8 +102,15 @@ def with_loss_scale(
     loss_scale = NoOpLossScale() if loss_scale is None else loss_scale
     loss_scale = checked_loss_scale("with_loss_scale", loss_scale)
     agreement = _mesh.agreement("with_loss_scale", axis_name)
-    takes_value = _takes_value(inner.update)
-    steps = _SkippingOptimizer(inner, takes_value, loss_scale, guard, agreement)
+    steps = _SkippingOptimizer(
+        inner,
+        # The signature of SAM does not accept the loss.
+        _takes(inner.update, "value", any_other=True),
+        _takes(inner.update, "loss", any_other=False),
+        loss_scale,
+        guard,
+        agreement,
+    )
     return LossScaleTransformation(steps.init, steps.update)  # pyright: ignore
 
 
@@ -112,7 +119,8 @@ class _SkippingOptimizer:
     """The steps of `inner`, each of them applied or rejected as a whole."""
 
     inner: optax.GradientTransformationExtraArgs
-    takes_value: bool  # whether `inner` accepts the loss
+    takes_value: bool  # whether `inner` accepts the loss as `value`
+    takes_loss: bool  # or as `loss`
     loss_scale: LossScale  # of the first step
     guard: SpikeGuard | None  # before the first step
     agreement: _mesh.Agreement
@@ -146,7 +154,12 @@ class _SkippingOptimizer:
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaleState]:
         """Judges a step, applies or rejects it, and returns the state after it."""
-        _check_arguments(updates, state, params, value, extra_args)
+        _check_arguments(updates, state, params)
+        if value is None and "loss" in extra_args and not self.takes_loss:
+            raise TypeError(
+                "with_loss_scale: expected the loss as value=, got loss=, which inner "
+                "does not accept; write update(grads, state, params, value=loss)"
+            )
         _mesh.refuse_unreduced("with_loss_scale", updates)
         verdict = self.judge(updates, value, state.guard)
         arrays, others = self._split(extra_args, value)
@@ -270,19 +283,14 @@ def _warn_of_half_precision(params: optax.Params) -> None:
         )
 
 
-def _takes_value(update: Function) -> bool:
-    """Whether a signature accepts `value`; that of SAM does not."""
+def _takes(update: Function, name: str, *, any_other: bool) -> bool:
+    """Whether a signature accepts an argument, also among any other ones."""
     parameters = inspect.signature(update).parameters.values()
-    return any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in parameters)
+    has_others = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return any(p.name == name for p in parameters) or (any_other and has_others)
 
 
-def _check_arguments(
-    updates: PyTree,
-    state: object,
-    params: PyTree,
-    value: ArrayLike | None,
-    extra_args: ExtraArgs,
-) -> None:
+def _check_arguments(updates: PyTree, state: object, params: PyTree) -> None:
     """Checks the arguments of `update` whose mistakes would be silent or obscure."""
     if not isinstance(state, LossScaleState):
         given = (type(x).__name__ for x in (updates, state, params))
@@ -292,11 +300,22 @@ def _check_arguments(
             "to convert the state of an optimizer without a loss scale, use "
             "jmp_scale.checkpoints.restore"
         )
-    if value is None and "loss" in extra_args:
-        raise TypeError(
-            "with_loss_scale: expected the loss as value=, got loss= alone; write "
-            "update(grads, state, params, value=loss)"
-        )
+    params = params.fast if isinstance(params, optax.LookaheadParams) else params
+    if params is None:
+        return
+
+    def compare(update: Leaf, param: PyTree) -> None:
+        if not is_nothing(update):  # "nothing" may stand for a whole subtree
+            jax.tree.map(lambda *_: None, param, update, is_leaf=is_nothing)
+
+    try:
+        jax.tree.map(compare, updates, params, is_leaf=is_nothing)
+    except ValueError as error:
+        raise ValueError(
+            "with_loss_scale: expected gradients of the structure of the parameters, "
+            f"got\n  gradients:  {jax.tree.structure(updates)}\n"
+            f"  parameters: {jax.tree.structure(params)}"
+        ) from error
 
 
 def fresh_buffers(state: T, params: PyTree = ()) -> T:

@@ -13,6 +13,10 @@ from jmp_scale import (
 pytestmark = pytest.mark.strict_promotion
 
 
+FLOAT16 = (jnp.float16, np.float16, np.dtype("float16"))
+WIDE = (jnp.bfloat16, jnp.dtype(jnp.bfloat16), np.float64, float)
+
+
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
@@ -24,8 +28,8 @@ pytestmark = pytest.mark.strict_promotion
         (128, StaticLossScale(128.0)),
         (np.float16(8), StaticLossScale(8.0)),
         (jnp.float32(8), StaticLossScale(8.0)),
-        *((name, DynamicLossScale()) for name in ("f16", "FP16", "half")),
-        *((name, NoOpLossScale()) for name in ("bf16", "float32", "f64")),
+        *((name, DynamicLossScale()) for name in ("f16", "FP16", "half", *FLOAT16)),
+        *((name, NoOpLossScale()) for name in ("bf16", "float32", "f64", *WIDE)),
     ],
 )
 def test_a_spec_gives_the_loss_scale_it_names(spec, expected):

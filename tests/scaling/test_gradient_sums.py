@@ -17,7 +17,7 @@ from helpers import (
     sharded,
     varying,
 )
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_scale
@@ -193,6 +193,24 @@ def test_what_is_split_comes_back_so_split(mesh, check_vma):
             assert total["w"].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
 
 
+def test_parameters_in_a_map_say_by_their_shape_how_they_are_split():
+    own, params = normal(16, 1024), np.zeros((16, 1024), np.float32)
+    specs = [P("i"), P("j"), P(("i", "j")), P()]
+    mapped = jax.shard_map(
+        lambda g, likes: [
+            jmp_scale.sum_gradients(g[0], ("i", "j"), like=like) for like in likes
+        ],
+        mesh=TWO_AXES,
+        in_specs=(P(("i", "j")), specs),
+        out_specs=specs,
+        check_vma=False,
+    )
+    sums = jax.jit(mapped)(own, [params] * len(specs))
+    for total, spec in zip(sums, specs, strict=True):
+        assert error(total, own) < WHOLE["bfloat16"]
+        assert total.sharding.is_equivalent_to(NamedSharding(TWO_AXES, spec), 2)
+
+
 def test_on_explicit_axes_sums_have_the_type_of_the_parameters():
     own, bias = normal(16, 1024), jnp.ones(3)
     both = [P(("i", "j")), P(None, ("j", "i")), P("i", "j"), P("j", "i")]
@@ -283,12 +301,33 @@ TREE = {"layer": [normal(16, 1024)]}
 LEAF = r"\['layer'\]\[0\]"
 
 
-@pytest.mark.parametrize("like", [np.ones((2, 1024)), P("i", "i")], ids=str)
-def test_a_shard_for_its_spec_and_a_split_of_two_dimensions_are_refused(like):
-    message = rf"^sum_gradients: expected like to be split.*{LEAF} of shape .*give the"
-    like = {"layer": [like]}
-    with pytest.raises(ValueError, match=message):
-        in_shard_map(lambda g: jmp_scale.sum_gradients(g, like=like), TREE)
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"wire": "int8"}, ValueError, "expected wire to be 'bfloat16', .*'int8'"),
+        ({"wire": jnp.float8_e5m2}, ValueError, "expected wire to be"),
+        ({"axis_name": {"i"}}, TypeError, "expected axis_name to be the name"),
+        ({"axis_name": "data"}, ValueError, f"of \\('i',\\), got {LEAF} .*'data'"),
+        ({"like": [P()]}, ValueError, "expected like to have the structure of grads"),
+        ({"like": {"layer": ["i"]}}, TypeError, f"for {LEAF}, got 'i'"),
+        *(
+            ({"like": {"layer": [like]}}, ValueError, f"like to be split.*{LEAF}")
+            for like in (*map(jnp.ones, [(4, 1024), (2, 128), 2]), P("i", "i"))
+        ),
+    ],
+)
+def test_wrong_arguments_are_errors_that_name_the_leaf(kwargs, error, message):
+    with pytest.raises(error, match=f"^sum_gradients: .*{message}"):
+        in_shard_map(lambda g: jmp_scale.sum_gradients(g, **kwargs), TREE)
+
+
+def test_a_spec_that_does_not_divide_a_leaf_is_an_error_that_names_it():
+    uneven = {"layer": [normal(12, 1024)]}
+    like = {"layer": [P("i")]}
+    message = rf"split dimension 0 into 8 equal parts, got {LEAF} of shape \(12, 1024\)"
+    for run in (in_shard_map, on_explicit_axes):
+        with pytest.raises(ValueError, match=message):
+            run(lambda g: jmp_scale.sum_gradients(g, like=like), uneven)
 
 
 def test_what_two_axes_split_is_added_up_over_one_after_the_other():
@@ -302,6 +341,16 @@ def test_what_two_axes_split_is_added_up_over_one_after_the_other():
 
     total = in_shard_map(add, own, TWO_AXES, P("i", "j"), check_vma=False)
     assert error(total, own) < WHOLE["bfloat16"]
+
+
+@pytest.mark.parametrize("wire", HALF)
+def test_the_error_of_two_devices_and_of_long_tails_is_that_of_two_roundings(wire):
+    own = np.random.RandomState(0).standard_t(2, (2, 64, 1024)).astype(np.float32)
+    mesh = jax.make_mesh((2,), ("i",), (AxisType.Auto,), devices=jax.devices()[:2])
+    add = functools.partial(jmp_scale.sum_gradients, wire=wire)
+    bound = {"bfloat16": 2.8e-3, "float16": 3.5e-4}[wire]
+    for values in (own, normal(64, 1024)[:2]):
+        assert error(in_shard_map(add, values, mesh), values) < bound
 
 
 @pytest.mark.skipif(not hasattr(jax.sharding, "UnreducedKind"), reason="since jax 0.12")
@@ -333,7 +382,7 @@ def test_gradients_that_jax_has_added_up_are_refused_with_the_cure(axis_name):
         in_shard_map(lambda x: local(x, vary=False), x)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"mean": True}])
+@pytest.mark.parametrize("kwargs", [{}, {"axis_name": "i"}, {"mean": True}])
 def test_gradients_of_auto_axes_are_refused(kwargs):
     message = f"own gradients .*{LEAF}.*take gradients in a"
     with pytest.raises(ValueError, match=message):

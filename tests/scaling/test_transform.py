@@ -133,14 +133,15 @@ def test_a_value_does_not_break_an_optimizer_that_does_not_know_it():
     assert_bitwise_equal(updates, tx.update(GOOD, state, PARAMS)[0])
 
 
-def test_a_loss_beside_the_value_reaches_an_optimizer_that_takes_it_by_that_name():
+def test_a_loss_reaches_an_optimizer_that_takes_it_by_that_name():
     def by_loss(updates, state, params=None, *, loss):
         return updates * loss, state
 
     tx = jmp_scale.with_loss_scale(extra_args_optimizer(by_loss))
     ones = jnp.ones(2)
-    updates, _ = tx.update(ones, tx.init(ones), ones, value=3.0, loss=3.0)
-    assert updates.tolist() == [3, 3]
+    for more in ({}, {"value": 3.0}):
+        updates, _ = tx.update(ones, tx.init(ones), ones, loss=3.0, **more)
+        assert updates.tolist() == [3, 3]
 
 
 def test_a_type_error_of_the_optimizer_comes_out_after_one_run():

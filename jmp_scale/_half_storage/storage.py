@@ -17,8 +17,8 @@ Limited Numerical Precision", 2015, section 2.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Hashable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ from .._state import (
     is_nothing,
 )
 from .._tree import find_nodes, is_inexact, leaves_by_name, promote_to_float32
-from .._types import Leaf, PyTree
+from .._types import KeyPath, Leaf, PyTree
 from .._validation import key_words
 from . import bfloat16
 from .parameters import check_pairs, is_bfloat16, join
@@ -170,14 +170,10 @@ class _HalfStorage:
         next_key, keys = None, [None] * len(out)
         if self.words is not None:
             key = jax.random.wrap_key_data(state.rounding_key, impl="threefry2x32")
-            count = 1 + len(out) + len(jax.tree.leaves(inner_state))
-            next_key, *drawn = jax.random.split(key, count)
+            next_key, of_averages, *drawn = jax.random.split(key, 2 + len(out))
             next_key = jax.random.key_data(next_key)
-            of_averages = iter(drawn[len(out) :])
-            inner_state = self._map_averages(
-                lambda x: _stochastic(x, next(of_averages)), inner_state, params
-            )
-            keys = keys if self.remainders else drawn[: len(out)]
+            inner_state = self._rounded(inner_state, params, of_averages)
+            keys = keys if self.remainders else drawn
         trees = map(structure.flatten_up_to, (params, full, state.remainders))
         pairs = list(map(_rounded_update, out, *trees, keys))
         updates = structure.unflatten(update for update, _ in pairs)
@@ -187,11 +183,12 @@ class _HalfStorage:
     def _averages_of(self, state: PyTree, params: PyTree) -> list[str | None]:
         """Returns for each leaf the field if it is stored in bfloat16, or None."""
 
-        def average(field: str | None, x: Leaf) -> str | None:
+        def average(place: _Place, x: Leaf) -> str | None:
             is_narrow = getattr(x, "dtype", None) == jnp.float32 or holds_half(x)
-            return field if field in self.averages and is_narrow and x.ndim else None
+            is_stored = place.field in self.averages and is_narrow and x.ndim
+            return place.field if is_stored else None
 
-        return list(map(average, _fields_of(state, params), jax.tree.leaves(state)))
+        return list(map(average, _places_of(state, params), jax.tree.leaves(state)))
 
     def _map_averages(
         self, fun: Callable[[jax.Array], jax.Array], state: PyTree, params: PyTree
@@ -201,6 +198,27 @@ class _HalfStorage:
         leaves, structure = jax.tree.flatten(state)
         pairs = zip(leaves, self._averages_of(state, params), strict=True)
         return structure.unflatten(fun(x) if field else x for x, field in pairs)
+
+    def _rounded(
+        self, state: optax.OptState, params: PyTree, key: jax.Array
+    ) -> optax.OptState:
+        """Rounds averages stochastically.
+
+        A word of 32 bits serves two averages of a parameter, because Threefry takes a
+        TPU as much time as the bytes that are saved.
+        """
+        leaves, structure = jax.tree.flatten(state)
+        owners = [place.owner for place in _places_of(state, params)]
+        groups: dict[Hashable, list[int]] = {}
+        for i, field in enumerate(self._averages_of(state, params)):
+            if field:
+                groups.setdefault((owners[i], leaves[i].shape), []).append(i)
+        pairs = [x[i : i + 2] for x in groups.values() for i in range(0, len(x), 2)]
+        for pair, own in zip(pairs, jax.random.split(key, len(pairs)), strict=True):
+            word = jax.random.bits(own, leaves[pair[0]].shape, jnp.uint32)
+            for half, i in enumerate(pair):
+                leaves[i] = _stochastic(leaves[i], word >> (16 * half))
+        return structure.unflatten(leaves)
 
     def _check_parameters(self, params: optax.Params) -> None:
         for name, p in leaves_by_name(params).items():
@@ -220,7 +238,7 @@ class _HalfStorage:
     def _check_averages(self, inner_state: optax.OptState, params: PyTree) -> None:
         missing = self.averages - set(self._averages_of(inner_state, params))
         if missing:
-            fields = _fields_of(inner_state, params)
+            fields = [place.field for place in _places_of(inner_state, params)]
             pairs = zip(fields, jax.tree.leaves(inner_state), strict=True)
             found = {f"{f} ({x.dtype})" for f, x in pairs if f and is_inexact(x)}
             raise ValueError(
@@ -244,27 +262,35 @@ class _HalfStorage:
                 )
 
 
-def _fields_of(state: optax.OptState, params: PyTree) -> list[str | None]:
-    """Returns the field of each leaf that has one array for each parameter, or None.
+class _Place(NamedTuple):
+    """Where a leaf of an optimizer's state belongs."""
+
+    field: str | None  # with one array for each parameter; None if it is not in one
+    owner: KeyPath  # the parameter's path
+
+
+def _places_of(state: optax.OptState, params: PyTree) -> list[_Place]:
+    """Returns the place of each leaf of a state.
 
     A path in the state ends with that of the parameter, which is cut off first: a
     parameter may itself be called "mu".
     """
+    params = params.fast if isinstance(params, optax.LookaheadParams) else params
     owners = {path for path, _ in tree_leaves_with_path(params)}
-    fields = []
+    places = []
     for path, _ in tree_leaves_with_path(state):
         starts = (i for i in range(len(path) + 1) if path[i:] in owners)
         start = next(starts, 0)
-        fields.append(getattr(path[start - 1], "name", None) if start else None)
-    return fields
+        field = getattr(path[start - 1], "name", None) if start else None
+        places.append(_Place(field, path[start:]))
+    return places
 
 
-def _stochastic(x: jax.Array, key: jax.Array) -> jax.Array:
+def _stochastic(x: jax.Array, bits: jax.Array) -> jax.Array:
     """Rounds to a neighboring bfloat16, which is never infinite."""
     largest = float(jnp.finfo(jnp.bfloat16).max)
     x = promote_to_float32(x)
     x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
-    bits = jax.random.bits(key, x.shape, jnp.uint16)
     return bfloat16.rounded(x, bits).astype(jnp.bfloat16)
 
 

@@ -177,13 +177,17 @@ class Interpreter:
     ) -> None:
         """Adds values; those that have names are named."""
         for v, x in results.items():
-            if name := reading.names.get(v):
-                # A policy saves results of products by their names.
-                dtype = self.forward if v in reading.halves else x.dtype
-                named = checkpoint_name(x.astype(dtype), name)
-                values.casts[v, dtype] = named
-                x = named.astype(x.dtype)
-            values[v] = x
+            is_named = v in reading.names
+            values[v] = self.named(v, x, reading, values) if is_named else x
+
+    def named(
+        self, v: Var, x: jax.Array, reading: Reading, values: Values
+    ) -> jax.Array:
+        """Names the result of a product; a policy saves results by their names."""
+        dtype = self.forward if v in reading.halves else x.dtype
+        saved = checkpoint_name(x.astype(dtype), reading.names[v])
+        values.casts[v, dtype] = saved
+        return saved.astype(x.dtype)
 
     def rounded(self, x: jax.Array) -> jax.Array:
         """Rounds `x` and its cotangent to half precision, once for all readers."""

@@ -186,7 +186,9 @@ class _Flagged(Interpreter):
     met: set[int] = dataclasses.field(default_factory=set, compare=False)
     rule: int = -1  # number of the call whose rule for derivatives this is
 
-    def named(self, v: Var, x: jax.Array, name: str, values: Values) -> jax.Array:
+    def named(
+        self, v: Var, x: jax.Array, reading: Reading, values: Values
+    ) -> jax.Array:
         """Leaves results without names: not all of them are in half precision."""
         return x
 

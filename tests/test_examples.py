@@ -15,7 +15,6 @@ import sys
 import traceback
 
 import pytest
-from optimizers import by_name
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("[!_]*.py"))
@@ -66,7 +65,14 @@ def run(fresh_process):
     return fresh_process()
 
 
-@by_name(["linear_regression.py"], SCRIPTS)
+# Nothing of the other tests is imported here: a fresh process must not start JAX.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if i % 9 else [])
+        for i, name in enumerate(SCRIPTS)
+    ],
+)
 def test_help_says_what_the_example_shows_and_steps_that_are_none_are_an_error(
     run, fresh_process, name
 ):

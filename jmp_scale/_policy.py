@@ -138,11 +138,13 @@ def checked_half(argument: str, dtype: DTypeLike | None) -> np.dtype:
 
 
 def _name_of(dtype: DTypeLike) -> str:
-    """Returns jmp's name of a dtype, or its own."""
+    """Returns jmp's name of a dtype in any form, or its own."""
+    named = name_to_dtype.get(dtype) if isinstance(dtype, str) else None
+    dtype = jnp.dtype(named or dtype)
     for known, names in dtype_to_names.items():
-        if jnp.dtype(dtype) == known:
+        if dtype == known:
             return names[0]
-    return jnp.dtype(dtype).name
+    return dtype.name
 
 
 def _parse_dtype(name: str) -> DTypeLike:

@@ -54,7 +54,7 @@ Fields = tuple[PyTree, ...]  # values of leaves, or of static fields
 def _text(value: Any) -> str:
     """Returns an argument as text; of an array that it cannot read, its type."""
     if hasattr(value, "dtype"):
-        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        with contextlib.suppress(AttributeError, TypeError, ValueError, RuntimeError):
             return _text(value.item())
         return f"{value.dtype}{[*value.shape]}"
     if isinstance(value, float) and math.frexp(value)[0] == 0.5:

@@ -32,10 +32,11 @@ def test_get_policy_reads_it_and_what_the_policy_prints(spec, expected):
     assert jmp_scale.get_policy(str(policy)) == policy
 
 
-@pytest.mark.parametrize("half", ["bfloat16", BF16, jnp.dtype(BF16)])
+@pytest.mark.parametrize("half", ["bfloat16", "bf16", BF16, jnp.dtype(BF16)])
 def test_a_policy_of_dtypes_in_any_form_has_a_text(half):
     policy = jmp_scale.Policy("float32", half, np.dtype("float32"))
     assert str(policy) == "p=full,c=bf16,o=full"
+    assert str(jmp_scale.Policy("f32", "f16", half)) == "p=full,c=f16,o=bf16"
     assert str(jmp_scale.Policy(F32, np.int8, float)) == "p=full,c=int8,o=f64"
 
 

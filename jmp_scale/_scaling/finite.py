@@ -179,7 +179,9 @@ def _reduce(reduction: _Reduction, arrays: Arrays) -> jax.Array:
         for start in range(0, len(group), GPU_GROUP)
     ]
     sharded = functools.partial(_reduce_on_many_devices, reduction)
-    if all(array.ndim == 0 for array in arrays):
+    # Rows and groups need sizes; an exported program may leave them open.
+    has_sizes = all(isinstance(n, int) for array in arrays for n in array.shape)
+    if not has_sizes or all(array.ndim == 0 for array in arrays):
         return sharded(groups)
     alone = functools.partial(_reduce_on_one_device, reduction)
     return _mesh.if_on_one_device(alone, sharded, groups)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,15 +23,15 @@ from .._state import (
     is_nothing,
 )
 from .._tree import is_data, is_inexact, map_inexact, promote_to_float32
-from .._types import Flag, Function, Leaf, PyTree
+from .._types import Flag, Leaf, PyTree
 from .._validation import warn
+from .extra_args import ExtraArgs, Keywords, keywords_of, takes_value
 from .finite import finite, finite_and_norm
 from .loss_scale import NoOpLossScale, checked_loss_scale
 from .skip import attempt, keep, select_step
 from .spike_guard import SpikeGuard
 
 T = TypeVar("T")
-ExtraArgs = dict[str, Any]  # keyword arguments of `update` after the parameters
 
 
 class LossScaleTransformation(optax.GradientTransformationExtraArgs):
@@ -102,15 +101,8 @@ def with_loss_scale(
     loss_scale = NoOpLossScale() if loss_scale is None else loss_scale
     loss_scale = checked_loss_scale("with_loss_scale", loss_scale)
     agreement = _mesh.agreement("with_loss_scale", axis_name)
-    steps = _SkippingOptimizer(
-        inner,
-        # The signature of SAM does not accept the loss.
-        _takes(inner.update, "value", any_other=True),
-        _takes(inner.update, "loss", any_other=False),
-        loss_scale,
-        guard,
-        agreement,
-    )
+    keywords = keywords_of(inner.update)
+    steps = _SkippingOptimizer(inner, keywords, loss_scale, guard, agreement)
     return LossScaleTransformation(steps.init, steps.update)  # pyright: ignore
 
 
@@ -119,8 +111,7 @@ class _SkippingOptimizer:
     """The steps of `inner`, each of them applied or rejected as a whole."""
 
     inner: optax.GradientTransformationExtraArgs
-    takes_value: bool  # whether `inner` accepts the loss as `value`
-    takes_loss: bool  # or as `loss`
+    keywords: Keywords  # that `inner` accepts
     loss_scale: LossScale  # of the first step
     guard: SpikeGuard | None  # before the first step
     agreement: _mesh.Agreement
@@ -155,11 +146,6 @@ class _SkippingOptimizer:
     ) -> tuple[optax.Updates, LossScaleState]:
         """Judges a step, applies or rejects it, and returns the state after it."""
         _check_arguments(updates, state, params)
-        if value is None and "loss" in extra_args and not self.takes_loss:
-            raise TypeError(
-                "with_loss_scale: expected the loss as value=, got loss=, which inner "
-                "does not accept; write update(grads, state, params, value=loss)"
-            )
         _mesh.refuse_unreduced("with_loss_scale", updates)
         verdict = self.judge(updates, value, state.guard)
         arrays, others = self._split(extra_args, value)
@@ -216,7 +202,7 @@ class _SkippingOptimizer:
     ) -> tuple[ExtraArgs, ExtraArgs]:
         """Returns the extra arguments of `inner` that may be NaN, and the others."""
         arrays, others = {}, dict(extra_args)
-        if value is not None and self.takes_value:
+        if takes_value(self.keywords, value, extra_args):
             arrays["value"] = jnp.asarray(value)
         if "grad" in others:
             arrays["grad"] = promote_to_float32(others.pop("grad"))
@@ -281,13 +267,6 @@ def _warn_of_half_precision(params: optax.Params) -> None:
             "params)) and cast them in the loss, or store the remainders: "
             "with_loss_scale(jmp_scale.with_half_storage(optimizer))"
         )
-
-
-def _takes(update: Function, name: str, *, any_other: bool) -> bool:
-    """Whether a signature accepts an argument, also among any other ones."""
-    parameters = inspect.signature(update).parameters.values()
-    has_others = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return any(p.name == name for p in parameters) or (any_other and has_others)
 
 
 def _check_arguments(updates: PyTree, state: object, params: PyTree) -> None:

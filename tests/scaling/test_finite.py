@@ -226,6 +226,31 @@ def test_the_norm_of_zeros_has_the_derivative_zero():
     assert slope(jnp.zeros(3)).tolist() == [0.0] * 3
 
 
+def update_of_sgd(tree):
+    tx = jmp_scale.with_loss_scale(
+        optax.sgd(0.5), jmp_scale.DynamicLossScale(), guard=jmp_scale.SpikeGuard()
+    )
+    return tx.update(tree, tx.init({"a": 0.0, "b": 0.0}))[1].grads_finite
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [jmp_scale.all_finite, lambda x: _finite.finite_and_norm(x)[0], update_of_sgd],
+    ids=["all_finite", "finite_and_norm", "with_loss_scale"],
+)
+def test_arrays_of_a_symbolic_size_can_be_exported(fun):
+    n, m = jax.export.symbolic_shape("n, m")
+    types = {
+        "a": jax.ShapeDtypeStruct((n, 4), jnp.float32),
+        "b": jax.ShapeDtypeStruct((m,), jnp.float16),
+    }
+    exported = jax.export.export(jax.jit(fun))(types)
+    tree = {"a": np.ones((5000, 4), np.float32), "b": np.ones(3, np.float16)}
+    assert exported.call(tree)
+    tree["a"][4999, 3] = np.nan
+    assert not exported.call(tree)
+
+
 @pytest.mark.parametrize(
     ("shape", "is_product"),
     [((512, 256), True), ((2, 256, 384), True), ((64, 8, 384), False), ((8, 3), False)],

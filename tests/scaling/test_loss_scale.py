@@ -259,7 +259,8 @@ def test_what_is_not_one_known_number_is_shown_by_its_type():
     several, texts = DynamicLossScale(np.array([8.0, 4.0]), counter=1), []
     assert repr(several) == "DynamicLossScale(loss_scale=float32[2], counter=int32[2])"
     jax.vmap(lambda traced: texts.append(repr(traced)))(several)
-    assert texts == ["DynamicLossScale(loss_scale=float32[], counter=int32[])"]
+    texts.append(repr(jax.eval_shape(DynamicLossScale)))
+    assert texts == ["DynamicLossScale(loss_scale=float32[], counter=int32[])"] * 2
 
 
 def test_any_placeholder_may_stand_for_a_leaf():

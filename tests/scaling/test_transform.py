@@ -126,21 +126,44 @@ def test_an_overflow_in_a_gradient_function_of_the_optimizer_is_skipped():
     assert (new_params < params).all()
 
 
-def test_a_value_does_not_break_an_optimizer_that_does_not_know_it():
-    tx = jmp_scale.with_loss_scale(SAM, DynamicLossScale())
+@pytest.mark.parametrize("inner", [SAM, optax.chain(optax.clip(1.0), SAM)])
+def test_a_value_does_not_break_an_optimizer_that_does_not_know_it(inner):
+    tx = jmp_scale.with_loss_scale(inner, DynamicLossScale())
     state = tx.init(PARAMS)
     updates, _ = tx.update(GOOD, state, PARAMS, value=jnp.float32(1))
     assert_bitwise_equal(updates, tx.update(GOOD, state, PARAMS)[0])
 
 
-def test_a_loss_reaches_an_optimizer_that_takes_it_by_that_name():
-    def by_loss(updates, state, params=None, *, loss):
-        return updates * loss, state
+def test_a_chain_that_both_refuses_and_needs_the_loss_has_the_error_of_optax():
+    plateau = optax.contrib.reduce_on_plateau(patience=1)
+    tx = jmp_scale.with_loss_scale(optax.chain(SAM, plateau))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'value'"):
+        tx.update(GOOD, tx.init(PARAMS), PARAMS, value=jnp.float32(1))
 
-    tx = jmp_scale.with_loss_scale(extra_args_optimizer(by_loss))
-    ones = jnp.ones(2)
+
+def by_loss(updates, state, params=None, *, loss):
+    return jax.tree.map(lambda u: u * loss, updates), state
+
+
+def by_any_loss(updates, state, params=None, **extra):
+    return jax.tree.map(lambda u: u * extra["loss"], updates), state
+
+
+TAKES_LOSS = {
+    "plain": extra_args_optimizer(by_loss),
+    "any": extra_args_optimizer(by_any_loss),
+    "chain": optax.chain(extra_args_optimizer(by_loss), optax.scale(1.0)),
+    "named_chain": optax.named_chain(("a", extra_args_optimizer(by_any_loss))),
+    "masked": optax.masked(extra_args_optimizer(by_loss), True),
+}
+
+
+@pytest.mark.parametrize("name", TAKES_LOSS)
+def test_a_loss_reaches_an_optimizer_that_takes_it_by_that_name(name):
+    tx = jmp_scale.with_loss_scale(TAKES_LOSS[name])
+    params = jnp.ones(2)
     for more in ({}, {"value": 3.0}):
-        updates, _ = tx.update(ones, tx.init(ones), ones, loss=3.0, **more)
+        updates, _ = tx.update(params, tx.init(params), params, loss=3.0, **more)
         assert updates.tolist() == [3, 3]
 
 
@@ -160,7 +183,26 @@ def test_a_type_error_of_the_optimizer_comes_out_after_one_run():
 PLAIN, ADAM = optax.with_extra_args_support(optax.sgd(0.1)), optax.adam(0.1)
 
 
-ADAM = optax.adam(0.1)
+def beside_a_helper():
+    """A wrapper that also holds a function which extra arguments do not reach."""
+    inner, helper = PLAIN, lambda w, x, key, *, loss: loss
+
+    def update(updates, state, params=None, **extra):
+        helper(params, updates, None, loss=0.0)
+        return inner.update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+TAKE_NO_LOSS = [ADAM, optax.chain(optax.clip(1.0), SAM), PLAIN, beside_a_helper()]
+TAKE_NO_LOSS += [optax.contrib.reduce_on_plateau()]
+
+
+@pytest.mark.parametrize("inner", TAKE_NO_LOSS)
+def test_a_loss_that_the_optimizer_does_not_take_is_an_error(inner):
+    tx = jmp_scale.with_loss_scale(inner)
+    with pytest.raises(TypeError, match="the loss as value=, got loss="):
+        tx.update(GOOD, tx.init(PARAMS), PARAMS, loss=1.0)
 
 
 @pytest.mark.parametrize("nothing", [None, optax.MaskedNode()])

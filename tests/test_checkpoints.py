@@ -241,6 +241,14 @@ def test_a_checkpoint_without_some_parts_is_restored(missing, nest, loader, tmp_
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(restored))
 
 
+def test_functions_among_the_leaves_stay_as_they_are():
+    saved = {"weight": np.ones(2, np.float32)}
+    state = {"activation": jax.nn.relu, "weight": jnp.zeros(2)}  # of Equinox
+    restored = restore(lambda _: saved, state)
+    assert restored["activation"] is jax.nn.relu
+    assert restored["weight"].tolist() == [1, 1]
+
+
 def nnx_trained(missing, **kinds):
     """(model, optimizer) of NNX after a step, of a run without these parts."""
     dtype = jnp.float32 if "half storage" in missing else jnp.bfloat16

@@ -1,7 +1,8 @@
-"""Shared by `linen` and `nnx`: requires Flax, and wraps optimizers."""
+"""Shared by `linen` and `nnx`: requires Flax, wraps optimizers, adds state dicts."""
 
 import optax
 
+from . import _pytree
 from ._scaling.spike_guard import SpikeGuard
 from ._scaling.transform import LossScaleTransformation, with_loss_scale
 from ._state import LossScale
@@ -30,3 +31,6 @@ def wrap_once(
                 "tx that is already wrapped in with_loss_scale; give it there"
             )
     return tx
+
+
+_pytree.register_state_dicts()

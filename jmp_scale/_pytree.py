@@ -26,6 +26,7 @@ class Pytree:
     """A frozen dataclass as a pytree; its leaves are fields of type `LeafField`."""
 
     _leaf_names: ClassVar[tuple[str, ...]] = ()  # set by `register`
+    _may_round: ClassVar[bool] = False  # whether floats may come back from bfloat16
 
     def __repr__(self) -> str:
         """Shows the arguments that differ from defaults, and make an equal object."""
@@ -41,6 +42,9 @@ class Pytree:
         """Returns the values of leaves that are given as None."""
         return {}
 
+    def __init_subclass__(cls) -> None:
+        _classes.append(cls)
+
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         _register_state_dict(cls)
         return super().__new__(cls)
@@ -49,6 +53,7 @@ class Pytree:
 C = TypeVar("C", bound=Pytree)
 T = TypeVar("T")
 Fields = tuple[PyTree, ...]  # values of leaves, or of static fields
+_classes: list[type[Pytree]] = []
 
 
 def _text(value: Any) -> str:
@@ -108,6 +113,12 @@ def register(cls: type[C]) -> type[C]:
     return cls
 
 
+def register_state_dicts() -> None:
+    """Registers the classes whose objects were made before Flax was imported."""
+    for cls in _classes:
+        _register_state_dict(cls)
+
+
 def _register_state_dict(cls: type) -> None:
     """Lets `flax.serialization`, if imported, save and restore objects of a class."""
     # Constructors call this, because Flax is usually imported before an object is made.
@@ -126,7 +137,7 @@ def _from_state_dict(target: Pytree, state: PyTree) -> Pytree:
     expected, got = _types(leaves), repr(state)
     # Flax compares names only for its own kinds of containers.
     if isinstance(state, dict) and state.keys() == leaves.keys():
-        state = {name: _cast(x, leaves[name]) for name, x in state.items()}
+        state = {k: _cast(x, leaves[k], target._may_round) for k, x in state.items()}
         got = _types(state)
     if got != expected:
         path = sys.modules["flax.serialization"].current_path()
@@ -141,10 +152,14 @@ def _from_state_dict(target: Pytree, state: PyTree) -> Pytree:
     return jax.tree.unflatten(jax.tree.structure(target), arrays)
 
 
-def _cast(x: ArrayLike, like: ArrayLike) -> ArrayLike:
-    """Casts finite floats, which some checkpointers write as bfloat16."""
+def _cast(x: ArrayLike, like: ArrayLike, may_round: bool) -> ArrayLike:
+    """Casts floats, which some checkpointers write as bfloat16.
+
+    S is a power of two, which bfloat16 represents exactly; others may be rounded.
+    """
     dtypes = jnp.result_type(x), jnp.result_type(like)
     if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         return x
-    is_kept = np.isfinite(np.asarray(x, np.float64)).all()
-    return jnp.asarray(x, dtypes[1]) if is_kept else x
+    values = np.asarray(x, np.float64)
+    is_kept = np.isfinite(values) if may_round else np.frexp(values)[0] == 0.5
+    return jnp.asarray(x, dtypes[1]) if is_kept.all() else x

@@ -85,7 +85,7 @@ def without_half_storage(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyT
     """Returns float32 parameters, and the state that `inner` alone has with them.
 
     Parameters are exact, and averages are float32 again. So is what `inner` itself
-    stores in bfloat16, as Optax does by `mu_dtype`.
+    stores in bfloat16, as Optax does by `mu_dtype`, if the state has a key.
 
     Args:
       params: bfloat16 parameters.
@@ -93,7 +93,9 @@ def without_half_storage(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyT
     """
 
     def plain(node: PyTree) -> PyTree:
-        return jax.tree.map(_widened, _inner_state(node))
+        is_stored = jax.tree.leaves(fields_of(node).get("rounding_key"))
+        inner_state = _inner_state(node)
+        return jax.tree.map(_widened, inner_state) if is_stored else inner_state
 
     inner = _replaced(opt_state, is_half_storage, plain)
     return full_parameters(params, opt_state), inner
@@ -191,7 +193,23 @@ def _replaced(
     tree: PyTree, is_new: Callable[[PyTree], bool], old: Callable[[PyTree], PyTree]
 ) -> PyTree:
     """Returns `tree` with each new state replaced by its older form."""
-    return jax.tree.map(lambda x: old(x) if is_new(x) else x, tree, is_leaf=is_new)
+
+    # NNX leaves out an entry that holds no array, such as the inner state of SGD.
+    def is_empty(x: Leaf) -> bool:
+        return isinstance(x, Mapping) and is_new(x) and old(x) is None
+
+    def has_empty(x: Leaf) -> bool:
+        return isinstance(x, Mapping) and any(map(is_empty, x.values()))
+
+    def replace(x: PyTree) -> PyTree:
+        if is_new(x):
+            return old(x)
+        if not has_empty(x):
+            return x
+        rest = {name: entry for name, entry in x.items() if not is_empty(entry)}
+        return _replaced(type(x)(rest), is_new, old)
+
+    return jax.tree.map(replace, tree, is_leaf=lambda x: is_new(x) or has_empty(x))
 
 
 def _inner_state(node: PyTree) -> PyTree:

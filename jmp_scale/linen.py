@@ -9,7 +9,7 @@ from . import _flax  # isort: skip  (before Flax: it names the extra when Flax i
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct
+from flax import core, struct
 from flax.training import train_state
 from jax.typing import ArrayLike
 
@@ -120,7 +120,9 @@ class TrainState(train_state.TrainState):
         params = optax.apply_updates(params, updates)
         if new is not None:
             new = select_tree(opt_state.applied, new, old)
-            params = {**self.params, "params": params, OVERWRITE_WITH_GRADIENT: new}
+            replaced = {"params": params, OVERWRITE_WITH_GRADIENT: new}
+            # Flax's own step turns a FrozenDict into a dict, which lax.scan refuses.
+            params = core.copy(self.params, replaced)
         changes = _selected(opt_state.applied, changes, self)
         return self.replace(
             step=self.step + 1, params=params, opt_state=opt_state, **changes
@@ -142,7 +144,7 @@ def _selected(
 def _without_float8(tree: PyTree) -> tuple[PyTree, PyTree]:
     """Returns the parameters of the optimizer, and the float8 collection or None."""
     if isinstance(tree, Mapping) and OVERWRITE_WITH_GRADIENT in tree:
-        return tree["params"], tree[OVERWRITE_WITH_GRADIENT]
+        return tree["params"], core.unfreeze(tree[OVERWRITE_WITH_GRADIENT])
     return tree, None
 
 

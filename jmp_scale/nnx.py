@@ -1,6 +1,7 @@
 """Flax NNX: an `Optimizer` with a loss scale, and `autocast` for its modules."""
 
 import functools
+import inspect
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from ._autocast.autocast import autocast as _autocast
@@ -19,7 +21,7 @@ from ._scaling.spike_guard import SpikeGuard
 from ._scaling.transform import LossScaleTransformation
 from ._state import LossScale
 from ._tree import is_data, is_inexact, with_arrays
-from ._types import Flag, Function, Leaf, PyTree
+from ._types import Flag, Function, KeyPath, Leaf, PyTree
 from ._validation import require_function
 
 F = TypeVar("F", bound=Function)
@@ -34,7 +36,11 @@ def autocast(fun: F, dtype: DTypeLike | None = None, **options: Any) -> F:
     """Returns a function of NNX modules cast as by `jmp_scale.autocast`.
 
     `dtype` and `options` are those of `jmp_scale.autocast`. The function may write
-    variables (BatchNorm statistics, random streams) and attributes without arrays.
+    variables (BatchNorm statistics, random streams) and Python attributes of modules.
+
+    Raises:
+      ValueError: at the call, `fun` sets an attribute that is not an `nnx.Variable` to
+        an array.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale.nnx
@@ -52,6 +58,7 @@ def autocast(fun: F, dtype: DTypeLike | None = None, **options: Any) -> F:
         nodes = _graph_nodes((args, kwargs))
         before = [*map(_parts, nodes)]
         out = fun(*args, **kwargs)
+        _refuse_lost_arrays(nodes)
         # Flax refuses to write variables of an outer trace, even unchanged ones.
         pairs = zip(nodes, before, strict=True)
         written = [node for node, parts in pairs if _is_changed(parts, _parts(node))]
@@ -86,6 +93,21 @@ def _is_changed(before: _Parts, after: _Parts) -> bool:
     (structure, arrays), (new_structure, new_arrays) = before, after
     pairs = zip(arrays, new_arrays, strict=True)
     return structure != new_structure or any(x is not y for x, y in pairs)
+
+
+def _refuse_lost_arrays(nodes: list[_Node]) -> None:
+    """Raises an error if an array is an attribute that Flax takes for a constant."""
+    known = {id(x) for x in jax.tree.leaves(nnx.state(nodes))}
+    for path, module in nnx.iter_graph(nodes):
+        attributes = vars(module) if isinstance(module, nnx.Pytree) else {}
+        for name, x in attributes.items():
+            if isinstance(x, Tracer) and id(x) not in known:
+                where = ".".join(map(str, (*path[1:], name)))
+                raise ValueError(
+                    "nnx.autocast: expected arrays in variables, but the function sets "
+                    f"{where!r} to an array, which Flax does not return; make it an "
+                    "nnx.Variable, or return it"
+                )
 
 
 class Optimizer(nnx.Optimizer):
@@ -161,12 +183,16 @@ class Optimizer(nnx.Optimizer):
         """
 
         def or_put_back(*args: PyTree, **fun_kwargs: PyTree) -> tuple[PyTree, PyTree]:
-            trained = _trained(argnums, self.wrt)
+            if fun_kwargs:  # nnx.value_and_grad accepts positional arguments only
+                bound = inspect.signature(loss_fn).bind(*args, **fun_kwargs)
+                bound.apply_defaults()
+                args, fun_kwargs = bound.args, bound.kwargs
+            trained = _trained(argnums, self.wrt, len(args))
             options = kwargs | {"transform": nnx.value_and_grad}
             fun = value_and_grad(loss_fn, self.loss_scale, trained, has_aux, **options)
-            nodes = _graph_nodes((args, fun_kwargs))
+            nodes = _graph_nodes(args)
             # The call writes into the modules, so their leaves are saved before.
-            before = {path: jax.tree.leaves(x) for path, x in _variables(nodes).items()}
+            before = {path: _leaves(x) for path, x in _variables(nodes).items()}
             value, grads = fun(*args, **fun_kwargs)
             loss, guard = value[0] if has_aux else value, self.opt_state.guard
             tx = cast(LossScaleTransformation, self.tx)
@@ -211,13 +237,13 @@ class Optimizer(nnx.Optimizer):
         return updates
 
 
-def _trained(argnums: _Argnums, wrt: nnx.filterlib.Filter) -> Any:
-    """Returns `argnums` with a filter `wrt` at positions."""
+def _trained(argnums: _Argnums, wrt: nnx.filterlib.Filter, count: int) -> Any:
+    """Returns `argnums` with a filter `wrt` at positions, none of them negative."""
     if isinstance(argnums, Sequence):
-        return tuple(_trained(argnum, wrt) for argnum in argnums)
+        return tuple(_trained(argnum, wrt, count) for argnum in argnums)
     if isinstance(argnums, nnx.DiffState):
         return argnums
-    return nnx.DiffState(argnums, wrt)
+    return nnx.DiffState(argnums + count if argnums < 0 else argnums, wrt)
 
 
 def _has_modules(tree: PyTree) -> bool:
@@ -238,19 +264,21 @@ def _variables(nodes: list[_Node]) -> dict[_Path, nnx.Variable]:
     return dict(nnx.to_flat_state(nnx.state(nodes, nnx.Not(nnx.Intermediate))))
 
 
+def _leaves(variable: PyTree) -> dict[KeyPath, Leaf]:
+    """Returns the leaves of a variable by path; it may contain a mutable dict."""
+    return dict(jax.tree_util.tree_leaves_with_path(variable))
+
+
 def _put_back_unless(
-    keep: Flag, nodes: list[_Node], before: dict[_Path, list[Leaf]]
+    keep: Flag, nodes: list[_Node], before: dict[_Path, dict[KeyPath, Leaf]]
 ) -> None:
     """Restores the variables that a forward pass wrote, unless `keep`."""
     selected = {}
     for path, variable in _variables(nodes).items():
-        old, (new, structure) = before.get(path, []), jax.tree.flatten(variable)
-        if len(old) != len(new):
-            old = [None] * len(new)
-        pairs = list(zip(new, old, strict=True))
-        if any(x is not y for x, y in pairs):
-            leaves = [_select(keep, x, y) for x, y in pairs]
-            selected[path] = jax.tree.unflatten(structure, leaves)
+        old, new = before.get(path, {}), _leaves(variable)
+        if any(x is not old.get(p) for p, x in new.items()):
+            leaves = [_select(keep, x, old.get(p)) for p, x in new.items()]
+            selected[path] = jax.tree.unflatten(jax.tree.structure(variable), leaves)
     nnx.update(nodes, nnx.from_flat_state(selected))
 
 

@@ -32,16 +32,19 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 # The tests that mirror a module, and some that use it.
 TESTS = {
-    "_scaling/loss_scale": "scaling/test_loss_scale test_validation "
-    "scaling/test_gradients test_state_dict_docs",
-    "_tree": "test_tree test_policy scaling/test_loss_scale scaling/test_gradients",
-    "_mesh": "test_mesh scaling/test_transform test_sharding",
+    "_scaling/loss_scale": "scaling/test_loss_scale scaling/test_own_loss_scale "
+    "test_validation scaling/test_gradients test_state_dict_docs "
+    "diagnostics/run/test_diagnosis diagnostics/precision/test_comparison",
+    "_tree": "test_tree test_policy scaling/test_loss_scale scaling/test_gradients "
+    "autocast/test_function",
+    "_mesh": "test_mesh scaling/test_transform test_sharding "
+    "scaling/test_gradient_sums",
     "_scaling/finite": "scaling/test_finite test_mesh test_sharding",
     "_scaling/gradients": "scaling/test_gradients test_mistakes",
     "_scaling/transform": "scaling/test_transform test_optimizers "
     "scaling/test_spike_guard",
     "_scaling/skip": "scaling/test_skip test_optimizers scaling/test_transform",
-    "_scaling/spike_guard": "scaling/test_spike_guard",
+    "_scaling/spike_guard": "scaling/test_spike_guard test_mistakes",
     "_scaling/extra_args": "scaling/test_transform test_optimizers",
     "_policy": "test_policy test_jmp",
     "_autocast/autocast": "autocast/test_autocast autocast/test_exact",
@@ -62,11 +65,13 @@ TESTS = {
         "test_jaxpr scaling/test_skip autocast/test_autocast",
     ),
     "_autocast/dot_general": "autocast/test_dot_general",
+    "_autocast/picks": "autocast/test_picks",
+    "_autocast/stored": "autocast/test_stored",
     "_half_storage/bfloat16": "half_storage/test_bfloat16 half_storage/test_storage",
     "_half_storage/parameters": "half_storage/test_parameters test_checkpoints",
     "_half_storage/storage": "half_storage/test_storage test_unreduced",
     "checkpoints": "test_checkpoints half_storage/test_parameters",
-    "_state": "half_storage/test_states scaling/test_transform test_checkpoints",
+    "_state": "half_storage/test_storage scaling/test_transform test_checkpoints",
     "_validation": "test_validation test_mistakes scaling/test_loss_scale",
     "_pytree": "test_checkpoints scaling/test_loss_scale scaling/test_spike_guard",
 }

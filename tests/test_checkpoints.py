@@ -137,9 +137,10 @@ def test_s_and_a_guard_are_restored_from_any_floating_dtype_that_holds_them(dtyp
     expected = np.asarray(1.2345).astype(dtype).astype(np.float32)
     assert_bitwise_equal((guard.loss_mean, guard.accepted), (expected, np.int32(0)))
     message = rf"at path .*got .*{dtype}.*in a dtype that rounds it \(save float32\)"
-    for target, name in ((TARGET, "loss_scale"), (GUARD, "loss_mean")):
+    lost = ((TARGET, "loss_scale", np.inf), (TARGET, "loss_scale", 4e4))
+    for target, name, value in (*lost, (GUARD, "loss_mean", np.inf)):
         with pytest.raises(ValueError, match=message):
-            restore_as(target, saved(target, **{name: np.inf}))
+            restore_as(target, saved(target, **{name: value}))
 
 
 HALF_PARAMS = {name: x.astype(jnp.bfloat16) for name, x in PARAMS.items()}
@@ -240,6 +241,14 @@ def test_a_checkpoint_without_some_parts_is_restored(missing, nest, loader, tmp_
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(restored))
 
 
+def test_functions_among_the_leaves_stay_as_they_are():
+    saved = {"weight": np.ones(2, np.float32)}
+    state = {"activation": jax.nn.relu, "weight": jnp.zeros(2)}  # of Equinox
+    restored = restore(lambda _: saved, state)
+    assert restored["activation"] is jax.nn.relu
+    assert restored["weight"].tolist() == [1, 1]
+
+
 def nnx_trained(missing, **kinds):
     """(model, optimizer) of NNX after a step, of a run without these parts."""
     dtype = jnp.float32 if "half storage" in missing else jnp.bfloat16
@@ -310,6 +319,28 @@ def test_half_storage_goes_to_float32_and_back():
     full = without_half_storage(params, state)
     assert_bitwise_equal(full, trained("half storage"))
     assert_bitwise_equal(restore(lambda _: full, new_state()), (params, state))
+
+
+def test_what_the_optimizer_itself_stores_in_bfloat16_stays_so_without_averages():
+    inner = optax.adam(0.1, mu_dtype=jnp.bfloat16)
+    state = jmp_scale.with_half_storage(inner).init(HALF_PARAMS)
+    back = without_half_storage(HALF_PARAMS, state)[1]
+    assert_bitwise_equal(back, inner.init(PARAMS))
+
+
+@pytest.mark.parametrize(
+    "inner", [optax.sgd(0.1), optax.chain(optax.clip(1.0), optax.scale(-0.1))]
+)
+def test_an_nnx_state_of_an_optimizer_without_arrays_is_restored(inner, tmp_path):
+    def state_of(tx):
+        model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        state = nnx.state((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
+        return nnx.to_pure_dict(state)
+
+    state = state_of(jmp_scale.with_loss_scale(inner, TARGET))
+    zeros = jax.tree.map(jnp.zeros_like, state[0])
+    load = with_orbax(state_of(inner), tmp_path)
+    assert_bitwise_equal(restore(load, state | {0: zeros}), state)
 
 
 def test_a_python_number_stays_one():

@@ -256,6 +256,16 @@ def test_an_infinite_maximum_in_a_history_that_flax_saved_skips_nothing():
     assert int(state.opt_state.skipped) == 1
 
 
+def test_frozen_float8_parameters_stay_frozen():
+    plain = float8_state()
+    frozen = float8_step(
+        plain.replace(params=flax.core.freeze(plain.params)), float8_inputs()
+    )
+    assert isinstance(frozen.params, flax.core.FrozenDict)
+    plain = float8_step(plain, float8_inputs())
+    assert_bitwise_equal(flax.core.unfreeze(frozen.params), plain.params)
+
+
 def test_a_spike_keeps_the_float8_scales():
     state = float8_state()
     for _ in range(3):
@@ -263,6 +273,16 @@ def test_a_spike_keeps_the_float8_scales():
     after = float8_step(state, float8_inputs(10.0))
     assert_bitwise_equal(after.params, state.params)
     assert int(after.opt_state.spikes) == 1
+
+
+def test_an_object_from_before_flax_was_imported_is_saved(monkeypatch):
+    loss_scale, registry = jmp_scale.DynamicLossScale(8.0), "_STATE_DICT_REGISTRY"
+    known = getattr(flax.serialization, registry)
+    monkeypatch.delitem(known, jmp_scale.DynamicLossScale)
+    importlib.reload(sys.modules["jmp_scale._flax"])
+    data = flax.serialization.to_bytes(loss_scale)
+    restored = flax.serialization.from_bytes(jmp_scale.DynamicLossScale(), data)
+    assert float(restored) == 8
 
 
 def test_a_missing_flax_is_named(monkeypatch):

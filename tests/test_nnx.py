@@ -95,17 +95,19 @@ def test_a_skipped_step_leaves_all_that_training_keeps_bit_identical(
     assert int(optimizer.step[...]) == 4
 
 
-def test_an_aux_is_returned_and_the_model_may_stand_second():
+def test_an_aux_is_returned_and_the_model_may_stand_second_or_have_a_name():
     def second(x, model):
         return model(x), "aux"
 
     model = Statistics()
     optimizer = Optimizer(model, STATIC)
     fun = optimizer.value_and_grad(second, argnums=1, has_aux=True)
-    (value, aux), grads = fun(jnp.float32(2.0), model)
-    assert (float(value), aux, float(grads["w"][...])) == (2.0, "aux", 2.0)
-    fun(jnp.float32(jnp.inf), model)
-    assert float(model.last[...]) == 2.0
+    for call in (lambda x: fun(x, model), lambda x: fun(model=model, x=x)):
+        (value, aux), grads = call(jnp.float32(2.0))
+        assert (float(value), aux, float(grads["w"][...])) == (2.0, "aux", 2.0)
+        assert float(model.last[...]) == 2.0
+        call(jnp.float32(jnp.inf))
+        assert float(model.last[...]) == 2.0
 
 
 def test_a_second_loss_scale_is_refused():
@@ -261,7 +263,7 @@ def test_a_lone_variable_and_a_random_stream_among_the_arguments_are_put_back():
 
 @pytest.mark.parametrize(
     ("argnums", "trained"),
-    [([1], (1,)), (-3, -3), (nnx.DiffState(0, nnx.Param), 0)],
+    [([1], (1,)), (-3, 0), (nnx.DiffState(0, nnx.Param), 0)],
 )
 def test_argnums_may_be_several_negative_or_states(argnums, trained):
     def loss_fn(a, b, x):
@@ -290,6 +292,17 @@ def test_autocast_leaves_an_object_that_is_only_read_as_it_is():
     got = gradients(jmp_scale.nnx.autocast(loss, "bfloat16"))
     for a, b in zip(*map(jax.tree.leaves, (got, gradients(loss))), strict=True):
         assert jnp.allclose(a, b, rtol=0.02)
+
+
+def test_autocast_refuses_an_array_that_flax_would_lose():
+    def fun(model, x):
+        model.seen = 2 * x
+        return model(x)
+
+    half = jmp_scale.nnx.autocast(fun, "bfloat16")
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"expected arrays in variables.*'seen'"):
+        half(model, jnp.ones((3, 2)))
 
 
 def test_marked_layers_are_trained_with_their_model():

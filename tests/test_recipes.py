@@ -59,12 +59,11 @@ from jmp_scale.diagnostics import precision_report
 
 row_product_p = Primitive("row_product")
 
-def row_product(x, y, precision=None, preferred_element_type=None):
-    keywords = dict(precision=precision, preferred_element_type=preferred_element_type)
-    return row_product_p.bind(x, y, **keywords)
+def row_product(x, y, preferred_element_type=None):  # and no precision
+    return row_product_p.bind(x, y, preferred_element_type=preferred_element_type)
 
 row_product_p.def_impl(lambda x, y, **keywords: lax.dot(x, y, **keywords))
-row_product_p.def_abstract_eval(lambda x, y, preferred_element_type, **_: ShapedArray(
+row_product_p.def_abstract_eval(lambda x, y, preferred_element_type: ShapedArray(
     (x.shape[0], y.shape[1]), preferred_element_type or x.dtype))
 mlir.register_lowering(row_product_p, mlir.lower_fun(
     lambda x, y, **keywords: lax.dot(x, y, **keywords), multiple_results=False))

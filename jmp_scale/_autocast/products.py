@@ -84,8 +84,8 @@ class Product:
         pair = self.moved([x if i == float32 else x.astype(dtype) for i, x in operands])
         if float32 is None:
             params = {"precision": None, "preferred_element_type": result or dtype}
-            inputs = [*pair, *values[2:]]
-            (found,) = _jaxpr.evaluate(self.equation, inputs, **params)
+            taken = {k: x for k, x in params.items() if k in self.equation.params}
+            (found,) = _jaxpr.evaluate(self.equation, [*pair, *values[2:]], **taken)
         else:
             dimensions = self.equation.params["dimension_numbers"]
             sharding = self.equation.params.get("out_sharding")

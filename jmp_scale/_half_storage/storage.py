@@ -36,7 +36,7 @@ from .._state import (
 )
 from .._tree import find_nodes, is_inexact, leaves_by_name, promote_to_float32
 from .._types import KeyPath, Leaf, PyTree
-from .._validation import key_words
+from .._validation import described, key_words
 from . import bfloat16
 from .parameters import check_pairs, is_bfloat16, join
 
@@ -81,11 +81,12 @@ def with_half_storage(
       any dtype, needs `params`, and returns float32 updates for bfloat16 leaves.
 
     Raises:
-      TypeError: `inner` is of another type.
+      TypeError: `inner` or a state is of another type.
       ValueError: no key where one is needed; from `init`, nothing to store in bfloat16,
         float16 parameters, a name that no field has, an average that `inner` subtracts
         from another (a centered RMSprop), a wrapper of this library within; from
-        `update`, other parameters than those of `init`, or `unreduced` gradients.
+        `update`, other parameters than those of `init`, a state of other arguments,
+        or `unreduced` gradients.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jmp_scale, optax
@@ -152,14 +153,7 @@ class _HalfStorage:
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, HalfStorageState]:
-        if (state.rounding_key is None) != (self.words is None):
-            raise ValueError(
-                f"{_NAME}: expected the state of one with the same averages= and "
-                "remainders=, got that of another; write "
-                "tx.init(params)._replace(inner_state=state.inner_state)"
-            )
-        leaves, kept = leaves_by_name(params), leaves_by_name(state.remainders)
-        check_pairs(_NAME, leaves, kept, has_all=self.remainders)
+        self._check_arguments(state, params)
         refuse_unreduced(_NAME, updates)
         full = jax.tree.map(join, params, state.remainders)
         inner_state = self._map_averages(promote_to_float32, state.inner_state, params)
@@ -260,6 +254,28 @@ class _HalfStorage:
                     "where rounding makes nu the smaller one; do not name its "
                     "averages, or use rmsprop(centered=False)"
                 )
+
+    def _check_arguments(self, state: HalfStorageState, params: PyTree) -> None:
+        if not isinstance(state, HalfStorageState):
+            raise TypeError(
+                f"{_NAME}: expected the HalfStorageState that init returns, got "
+                f"{described(state)}; jmp_scale.checkpoints.restore makes it of the "
+                "state of a plain optimizer"
+            )
+        if params is None:
+            raise ValueError(
+                f"{_NAME}: expected the parameters, got None; write "
+                "update(grads, state, params)"
+            )
+        keeps_more = not self.remainders and bool(jax.tree.leaves(state.remainders))
+        if (state.rounding_key is None) != (self.words is None) or keeps_more:
+            raise ValueError(
+                f"{_NAME}: expected the state of one with the same averages= and "
+                "remainders=, got that of another; write "
+                "tx.init(params)._replace(inner_state=state.inner_state)"
+            )
+        leaves, kept = leaves_by_name(params), leaves_by_name(state.remainders)
+        check_pairs(_NAME, leaves, kept, has_all=self.remainders)
 
 
 class _Place(NamedTuple):

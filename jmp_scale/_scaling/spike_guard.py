@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +75,8 @@ class SpikeGuard(_pytree.Pytree):
       TypeError: an argument that is not a number.
       ValueError: an argument out of its range; the message names the range.
     """
+
+    _may_round: ClassVar[bool] = True
 
     threshold: float = 6.0
     decay: float = 0.99

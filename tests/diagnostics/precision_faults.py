@@ -41,6 +41,7 @@ OF_FLOAT16 = {
     "large_factor": lambda h: h * 1e5,  # !half-constant
     "epsilon_in_a_division": lambda h: h / (jnp.sum(h) + 1e-8),  # !half-division
     "epsilon_in_a_reciprocal": lambda h: 1 / (jnp.abs(h) + 1e-12),  # !half-division
+    "epsilon_in_a_power": lambda h: (jnp.abs(h) + 1e-8) ** -1,  # !half-division
     "epsilon_in_rsqrt": lambda h: lax.rsqrt(jnp.abs(h) + 1e-8),  # !half-division
     "epsilon_in_a_root_alone": lambda h: jnp.sqrt(jnp.abs(h) + 1e-12),  # !half-division
     "floor_under_a_root": lambda h: jnp.sqrt(jnp.maximum(h, 1e-8)),  # !half-division

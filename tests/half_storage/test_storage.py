@@ -528,7 +528,13 @@ MISTAKES = [
     ),
     (init(optax.sgd(0.1), **ADAMS), ValueError, "got one with no such fields"),
     (init(with_loss_scale(optax.adam(0.1)), **ADAMS), ValueError, RIGHT_ORDER),
-    (update(EXACT, given=None), ValueError, "pass all parameters as init got them"),
+    (update(EXACT, jnp.bfloat16(1), 1.0, None), ValueError, "parameters, got None"),
+    (update(optax.adam(0.1)), TypeError, "expected the HalfStorageState .*got"),
+    (
+        update(with_half_storage(optax.adam(0.1), **ADAMS), **STOCHASTIC),
+        ValueError,
+        "same averages= and remainders=, got that",
+    ),
     (update(EXACT, given={"b": HALF["b"]}), ValueError, "parameter w .*got none"),
     (update(EXACT, **ADAMS), ValueError, "same averages= and remainders=, got that"),
     (

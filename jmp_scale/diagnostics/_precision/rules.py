@@ -169,7 +169,9 @@ def _half_constant(equation: Equation) -> Iterator[Finding]:
 
 
 def _half_division(equation: Equation) -> Iterator[Finding]:
-    at = _NOT_ZERO.get(equation.name)
+    is_inverse = equation.name == "pow" and equation.ins[1].high < 0
+    is_inverse |= equation.name == "integer_pow" and equation.eqn.params["y"] < 0
+    at = 0 if is_inverse else _NOT_ZERO.get(equation.name)
     if (
         at is None
         or equation.ins[at].epsilon != 0.0

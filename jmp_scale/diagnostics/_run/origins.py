@@ -84,6 +84,9 @@ def _of_given(value: jax.Array, name: str) -> Origin | None:
 
 
 def _of_constant(value: jax.Array, place: Place) -> Origin | None:
+    if jnp.shape(value) == () and _kind(value) == "infinity":
+        # The program names this infinity, so it is no input.
+        return Origin(0, None, f"infinity is written{_at(place)}")
     shape = ",".join(map(str, jnp.shape(value)))
     name = f"a constant {jnp.result_type(value)}[{shape}]{_at(place)}"
     return _of_given(value, name)

@@ -294,15 +294,22 @@ def test_autocast_leaves_an_object_that_is_only_read_as_it_is():
         assert jnp.allclose(a, b, rtol=0.02)
 
 
-def test_autocast_refuses_an_array_that_flax_would_lose():
+def test_autocast_loses_no_array_that_is_set_as_an_attribute():
     def fun(model, x):
         model.seen = 2 * x
         return model(x)
 
     half = jmp_scale.nnx.autocast(fun, "bfloat16")
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"expected arrays in variables.*'seen'"):
+    raised = ""
+    try:
         half(model, jnp.ones((3, 2)))
+    except ValueError as error:
+        raised = str(error)
+    if raised:
+        assert "expected arrays in variables, but the function sets 'seen'" in raised
+    else:  # an older Flax returns it
+        assert model.seen.tolist() == [[2, 2]] * 3
 
 
 def test_marked_layers_are_trained_with_their_model():

@@ -137,6 +137,20 @@ def test_linen_and_nnx_train_with_it():
     assert_bitwise_equal(state.params["w"], model.w[...])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_check_step_finds_that_gradients_are_never_unscaled(kind):
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), KINDS[kind]())
+
+    @jax.jit
+    def train_step(params, state, x):
+        scaled = lambda p: state.loss_scale.scale(loss_fn(p, x))  # noqa: E731
+        updates, state = tx.update(jax.grad(scaled)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    check = diagnostics.check_step(train_step, PARAMS, tx.init(PARAMS), X)
+    assert "never unscaled" in [problem.rule for problem in check.problems]
+
+
 def test_check_step_and_the_health_log_read_it():
     tx = wrapped()
 

@@ -283,10 +283,7 @@ def _is_scale(x: PyTree) -> bool:
 
 
 def _as_dynamic(x: PyTree) -> PyTree:
-    """Replaces a loss scale whose S is no leaf, or may be none, by one with leaves."""
-    if not isinstance(x, LossScale) or isinstance(x, NoOpLossScale):
-        return x
-    names = (name for path, _ in jax.tree.leaves_with_path(x) for name in path[-1:])
-    if any(getattr(name, "name", None) == "loss_scale" for name in names):
+    """Replaces a loss scale of another rule: without a counter no S would be tried."""
+    if not isinstance(x, LossScale) or isinstance(x, (NoOpLossScale, DynamicLossScale)):
         return x
     return DynamicLossScale(jnp.full(jnp.shape(x.loss_scale), 8.0))

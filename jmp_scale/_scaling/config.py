@@ -37,16 +37,16 @@ def get_loss_scale(spec: LossScale | ArrayLike | DTypeLike) -> LossScale:
     if not isinstance(spec, str):
         return StaticLossScale(spec)  # pyright: ignore[reportArgumentType]
     text = spec.lower().strip()
-    dtypes = {**name_to_dtype, "half": half_dtype()}
-    is_float16 = text in dtypes and dtypes[text] == jnp.float16
-    if text == "dynamic" or is_float16:
+    # Only "half" looks at the devices, which starts JAX.
+    dtype = half_dtype() if text == "half" else name_to_dtype.get(text)
+    if text == "dynamic" or (dtype is not None and dtype == jnp.float16):
         return DynamicLossScale()
-    if text == "none" or text in dtypes:
+    if text == "none" or dtype is not None:
         return NoOpLossScale()
     kind, _, argument = text.rpartition(":")
     try:
         number = _number(argument)
-    except (ValueError, OverflowError):
+    except (ValueError, ArithmeticError):
         number = None
     if number is None or kind.strip() not in ("", "static", "dynamic"):
         raise ValueError(

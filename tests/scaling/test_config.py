@@ -44,3 +44,15 @@ def test_the_half_type_of_a_tpu_needs_none(monkeypatch):
 def test_a_loss_scale_passes_unchanged():
     loss_scale = DynamicLossScale(8.0)
     assert get_loss_scale(loss_scale) is loss_scale
+
+
+def test_only_half_looks_at_the_devices(monkeypatch):
+    monkeypatch.setattr("jmp_scale._scaling.config.half_dtype", pytest.fail)
+    assert get_loss_scale("dynamic") == DynamicLossScale()
+    assert get_loss_scale("bf16") == NoOpLossScale()
+
+
+@pytest.mark.parametrize("spec", ["9**999999999", "0**-1", "2**2**3"])
+def test_a_power_that_is_no_number_is_an_unknown_loss_scale(spec):
+    with pytest.raises(ValueError, match="unknown loss scale"):
+        get_loss_scale(spec)

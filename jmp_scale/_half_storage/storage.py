@@ -166,7 +166,8 @@ class _HalfStorage:
             key = jax.random.wrap_key_data(state.rounding_key, impl="threefry2x32")
             next_key, of_averages, *drawn = jax.random.split(key, 2 + len(out))
             next_key = jax.random.key_data(next_key)
-            inner_state = self._rounded(inner_state, params, of_averages)
+            if self.averages:
+                inner_state = self._rounded(inner_state, params, of_averages)
             keys = keys if self.remainders else drawn
         trees = map(structure.flatten_up_to, (params, full, state.remainders))
         pairs = list(map(_rounded_update, out, *trees, keys))
@@ -174,13 +175,13 @@ class _HalfStorage:
         remainders = structure.unflatten(rest for _, rest in pairs)
         return updates, HalfStorageState(inner_state, remainders, next_key)
 
-    def _averages_of(self, state: PyTree, params: PyTree) -> list[str | None]:
-        """Returns for each leaf the field if it is stored in bfloat16, or None."""
+    def _averages_of(self, state: PyTree, params: PyTree) -> list["_Place | None"]:
+        """Returns the place of each leaf that is stored in bfloat16; None of others."""
 
-        def average(place: _Place, x: Leaf) -> str | None:
+        def average(place: _Place, x: Leaf) -> _Place | None:
             is_narrow = getattr(x, "dtype", None) == jnp.float32 or holds_half(x)
             is_stored = place.field in self.averages and is_narrow and x.ndim
-            return place.field if is_stored else None
+            return place if is_stored else None
 
         return list(map(average, _places_of(state, params), jax.tree.leaves(state)))
 
@@ -191,7 +192,7 @@ class _HalfStorage:
             return state
         leaves, structure = jax.tree.flatten(state)
         pairs = zip(leaves, self._averages_of(state, params), strict=True)
-        return structure.unflatten(fun(x) if field else x for x, field in pairs)
+        return structure.unflatten(fun(x) if place else x for x, place in pairs)
 
     def _rounded(
         self, state: optax.OptState, params: PyTree, key: jax.Array
@@ -202,11 +203,11 @@ class _HalfStorage:
         TPU as much time as the bytes that are saved.
         """
         leaves, structure = jax.tree.flatten(state)
-        owners = [place.owner for place in _places_of(state, params)]
         groups: dict[Hashable, list[int]] = {}
-        for i, field in enumerate(self._averages_of(state, params)):
-            if field:
-                groups.setdefault((owners[i], leaves[i].shape), []).append(i)
+        for i, place in enumerate(self._averages_of(state, params)):
+            # The optimizer itself may have rounded it, by Optax's `mu_dtype`.
+            if place and not is_bfloat16(leaves[i]):
+                groups.setdefault((place.owner, leaves[i].shape), []).append(i)
         pairs = [x[i : i + 2] for x in groups.values() for i in range(0, len(x), 2)]
         for pair, own in zip(pairs, jax.random.split(key, len(pairs)), strict=True):
             word = jax.random.bits(own, leaves[pair[0]].shape, jnp.uint32)
@@ -230,7 +231,8 @@ class _HalfStorage:
             )
 
     def _check_averages(self, inner_state: optax.OptState, params: PyTree) -> None:
-        missing = self.averages - set(self._averages_of(inner_state, params))
+        stored = self._averages_of(inner_state, params)
+        missing = self.averages - {place.field for place in stored if place}
         if missing:
             fields = [place.field for place in _places_of(inner_state, params)]
             pairs = zip(fields, jax.tree.leaves(inner_state), strict=True)

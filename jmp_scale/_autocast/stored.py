@@ -83,17 +83,15 @@ class _Program:
         is_alone = self._plain.issuperset(others)
         reads_rows = not self._rows.isdisjoint(floating)
         name = eqn.primitive.name
-        # A cast belongs to one mesh, and this may lead from one to another.
-        is_resharded = name == "reshard"
         if self.renamed.keys().isdisjoint(floating):
             self.eqns.append(eqn)
         elif name == "convert_element_type" and _jaxpr.is_float32(eqn.outvars[0]):
             self._casts[eqn.outvars[0]] = self.renamed[floating[0]]
         elif is_entered(eqn):
             self._add_call(eqn)
-        elif self._can_be_float32(eqn, is_alone and not reads_rows) or is_resharded:
+        elif self._can_be_float32(eqn, is_alone and not reads_rows):
             self._add_in_float32(eqn)
-            if looks_up_rows(eqn) or (is_resharded and reads_rows):
+            if looks_up_rows(eqn) or (name == "reshard" and reads_rows):
                 self._rows.update(eqn.outvars)
         else:
             self._add_in_half(eqn)
@@ -109,7 +107,8 @@ class _Program:
             return self._is_renamed(eqn.invars[0])
         if name in _jaxpr.PRODUCTS:
             return is_partly_float32(eqn)
-        return is_alone and name in _jaxpr.ANY_DTYPE
+        # A cast belongs to one mesh, and a reshard may lead from one to another.
+        return name == "reshard" or (is_alone and name in _jaxpr.ANY_DTYPE)
 
     def _is_renamed(self, atom: Atom) -> bool:
         return isinstance(atom, Var) and atom in self.renamed

@@ -67,7 +67,9 @@ def _run(
         if any(map(_kind, results)):
             place = _place(eqn, inner.eqns, outer)
             known = [origin(a, place) for a in eqn.invars]
-            found = _in_nested(eqn, ins, known, place)
+            # What is known already is not looked for in a loop or a call.
+            is_known = any(_rank(each) == 2 for each in known)
+            found = None if is_known else _in_nested(eqn, ins, known, place)
             found = found or [_origin(eqn, ins, known, x, place) for x in results]
             origins.update(zip(eqn.outvars, found, strict=True))
         values.update(zip(eqn.outvars, results, strict=True))

@@ -15,8 +15,7 @@ import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
-from _models import Model, Transformer, cast, transformer, wide
+from _models import Model, Transformer, cast, cross_entropy, transformer, wide
 
 
 def linen(sizes: Transformer) -> Model:
@@ -211,11 +210,6 @@ def _weight(key: jax.Array, rows: int, columns: int) -> jax.Array:
 def _tokens(sizes: Transformer, key: jax.Array) -> Any:
     ids = jax.random.randint(key, (sizes.batch, sizes.context), 0, sizes.vocabulary)
     return {"x": ids, "y": jnp.roll(ids, -1, 1)}
-
-
-def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    losses = optax.softmax_cross_entropy_with_integer_labels(wide(logits), labels)
-    return losses.mean()
 
 
 STAGE_3 = [((256, 1, 1), (256, 3, 1 if at else 2), (1024, 1, 1)) for at in range(6)]

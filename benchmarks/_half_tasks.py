@@ -12,8 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from _half_models import cross_entropy
-from _models import cast, wide
+from _models import cast, cross_entropy, wide
 from _stability_tasks import WIDTHS, dense, tasks
 from flax import nnx
 

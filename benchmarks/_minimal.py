@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from _compiled import options
 from _layouts import placed
-from _models import cast, mean_loss, wide
+from _models import cast, cross_entropy, mean_loss, wide
 from _targets import Target
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -84,10 +83,7 @@ def _logits(params, dtype):
 
 
 def _logsumexp_head(params, labels, dtype):
-    logits = _logits(params, dtype)
-    return jnp.mean(
-        optax.softmax_cross_entropy_with_integer_labels(logits, labels, axis=-1)
-    )
+    return cross_entropy(_logits(params, dtype), labels)
 
 
 def _log_softmax_head(params, labels, dtype):
@@ -136,25 +132,32 @@ MINIMAL = {
         ((32768, 1024), ROWS, jnp.float32),
     ),
 }
-HEADS = {"logsumexp": _logsumexp_head, "log_softmax": _log_softmax_head}
-TOKENS, OUT = (8192, 768), (768, 50304)
-for form, loss in HEADS.items():
-    for layout, x, out, how in (
-        ("DP", ROWS, WHOLE, ()),
-        ("FSDP", ROWS, ROWS, ()),
-        ("FSDP, Explicit", ROWS, ROWS, (0, AxisType.Explicit)),
-        ("TP", WHOLE, P(None, "model"), (8,)),
-        ("DPxTP", P("data"), P(None, "model"), (4,)),
+
+
+def _heads() -> dict[str, Minimal]:
+    """The head of a language model by form of the loss and layout."""
+    tokens, out = (8192, 768), (768, 50304)
+    layouts: dict[str, tuple[P, P, int, AxisType]] = {
+        "DP": (ROWS, WHOLE, 0, AxisType.Auto),
+        "FSDP": (ROWS, ROWS, 0, AxisType.Auto),
+        "FSDP, Explicit": (ROWS, ROWS, 0, AxisType.Explicit),
+        "TP": (WHOLE, P(None, "model"), 8, AxisType.Auto),
+        "DPxTP": (P("data"), P(None, "model"), 4, AxisType.Auto),
+    }
+    heads = {}
+    for form, loss in (
+        ("logsumexp", _logsumexp_head),
+        ("log_softmax", _log_softmax_head),
     ):
-        MINIMAL[f"head by {form}, {layout}"] = Minimal(
-            loss,
-            {"x": (TOKENS, x), "out": (OUT, out)},
-            (TOKENS[:1], x, jnp.int32),
-            *how,
-        )
-MINIMAL["head in chunks, DP"] = MINIMAL["head by log_softmax, DP"]._replace(
-    loss=_head_in_chunks
-)
+        for layout, (by_row, of_out, *how) in layouts.items():
+            params = {"x": (tokens, by_row), "out": (out, of_out)}
+            batch = tokens[:1], by_row, jnp.int32
+            heads[f"head by {form}, {layout}"] = Minimal(loss, params, batch, *how)
+    whole = heads["head by log_softmax, DP"]
+    return heads | {"head in chunks, DP": whole._replace(loss=_head_in_chunks)}
+
+
+MINIMAL |= _heads()
 
 
 def compile_minimal(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 
@@ -150,6 +151,11 @@ def normalize(x, norm):
 def mean_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
     logs = jax.nn.log_softmax(wide(logits))
     return -jnp.mean(jnp.take_along_axis(logs, labels[..., None], axis=-1))
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    losses = optax.softmax_cross_entropy_with_integer_labels(wide(logits), labels)
+    return losses.mean()
 
 
 def wide(x: jax.Array) -> jax.Array:

@@ -17,13 +17,13 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import _half_models
 import _harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from _harness import Table
+from _models import cross_entropy
 from flax import nnx
 from jax import lax
 from sklearn.datasets import load_digits
@@ -288,7 +288,7 @@ def _digits() -> Task:
         *hidden, (w, b) = params
         for weights, bias in hidden:
             x = jax.nn.gelu(x @ weights + bias[None])
-        return _half_models.cross_entropy(x @ w + b[None], y)
+        return cross_entropy(x @ w + b[None], y)
 
     return Task(init, examples, loss, 2000)
 
@@ -308,7 +308,7 @@ def _characters() -> Task:
     def loss(params: Any, batch: Any) -> jax.Array:
         net = nnx.eval_shape(lambda: _language.Transformer(nnx.Rngs(0)))
         logits = nnx.merge(nnx.graphdef(net), params)(batch[0])
-        return _half_models.cross_entropy(logits, batch[1])
+        return cross_entropy(logits, batch[1])
 
     return Task(init, examples, loss, 250)
 

@@ -109,9 +109,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _exists(case: Case) -> bool:
-    if case.layout in MINIMAL:
-        return MINIMAL[case.layout].shared <= case.target.chips
-    return case.program not in SUMMED or case.layout in ("DP", "FSDP")
+    if case.program in SUMMED:
+        return case.layout in ("DP", "FSDP")
+    minimal = MINIMAL.get(case.layout)
+    return minimal is None or minimal.shared <= case.target.chips
 
 
 def _table(args: Any, found: Any, cases: Sequence[Case]) -> Table:

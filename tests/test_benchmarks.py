@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import overhead
 import pytest
+import sharded
 import stability
 from _loops import Step, train_jmp_scale
 from _stability_tasks import Task
@@ -161,6 +162,20 @@ def test_a_command_prints_its_table(script, monkeypatch, capsys):
     options, printed = COMMANDS[script]
     script.main(options.split())
     assert printed in capsys.readouterr().out
+
+
+def test_minimal_programs_have_no_rows_of_what_they_are_not_made_for(monkeypatch):
+    rows = []
+    monkeypatch.setattr(_targets, "missing", lambda name: None)
+    monkeypatch.setattr(
+        sharded, "_table", lambda args, found, cases: rows.extend(cases)
+    )
+    monkeypatch.setattr(sharded._harness, "report", lambda *args: None)
+    sharded.main(["--targets", "h100:1", "--minimal"])
+    assert {row.program for row in rows} == {*sharded.PROGRAMS}
+    layouts = {row.layout for row in rows}
+    assert "head in chunks, DP" in layouts
+    assert "head by log_softmax, TP" not in layouts  # one chip shares with no other
 
 
 def test_a_compiler_that_is_missing_is_named_with_its_extra(monkeypatch):

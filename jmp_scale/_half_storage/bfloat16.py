@@ -23,8 +23,8 @@ _float = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
 def rounded(x: jax.Array, bits: jax.Array | None = None) -> jax.Array:
     """Rounds f32 to a bfloat16, as f32: to the nearest, or stochastically.
 
-    By the lower 16 of random bits, u16 or u32, it is right in the mean to 2^-16 of the
-    last digit.
+    With random bits, u16 or u32, of which the lower 16 count, it is right in the mean
+    to 2^-16 of the last digit.
     """
     added = 2**15 if bits is None else (bits & (2**16 - 1)).astype(jnp.int32)
     return jnp.where(jnp.isnan(x), x, _float((_bits(x) + added) & -(2**16)))

@@ -22,8 +22,8 @@ def get_loss_scale(spec: LossScale | ArrayLike | DTypeLike) -> LossScale:
     | `"bf16"`, `"fp32"`, `"f64"` | `NoOpLossScale()`: at least the range of float32 |
     | a loss scale | itself |
 
-    A dtype is as its name. Names are those of `get_policy`; case and blanks do not
-    matter.
+    A dtype means the same as its name. Names are those of `get_policy`; case and blanks
+    do not matter.
 
     Raises:
       TypeError: neither a string, a number, a dtype nor a loss scale.

@@ -91,9 +91,9 @@ def check_step(
 
     The step is called some 15 times with copies of the arguments, which it may donate.
     Several copies of the state are alive at a time, so check a small configuration of a
-    large model. It compiles once, because S is an array: that of a `StaticLossScale` or
-    of a class of your own is one of a `DynamicLossScale` here. Prints, logs and
-    counters outside of the step run in each call.
+    large model. It compiles once, because S is an array; here a `DynamicLossScale`
+    takes the place of a `StaticLossScale` and of a loss scale of your own. Prints, logs
+    and counters outside of the step run in each call.
 
     State is a part that an argument and a result have in common (names and shapes), and
     the arrays in NNX modules. It cannot find: gradients that are summed in place of

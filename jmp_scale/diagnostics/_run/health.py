@@ -116,9 +116,10 @@ def _findings(opt_state: PyTree, history: LossScaleHistory | None) -> dict[str, 
 
 def _present(state: LossScaleState, steps: Steps | None) -> tuple[str, str] | None:
     """Returns the finding on S, or on the steps that were skipped until now."""
-    s = number_of(state.loss_scale)  # None in a mapping of Flax if it is constant
-    if s is not None and not math.isfinite(s):
-        return "loss scale not finite", str(float(s))
+    number = number_of(state.loss_scale)  # None if constant, in a mapping of Flax
+    s = 1.0 if number is None else float(number)
+    if not math.isfinite(s):
+        return "loss scale not finite", str(s)
     in_a_row = int(state.skipped_in_a_row)
     # int, because a Variable of Flax 0.12.0 has no truth value. A spike may overflow.
     if in_a_row == 0 or int(state.grads_finite) > int(state.applied):
@@ -134,7 +135,7 @@ def _present(state: LossScaleState, steps: Steps | None) -> tuple[str, str] | No
         return ("loss not finite", last) if losses else None
     # A class of the user's own may have no floor, and a mapping of Flax has none.
     floor = getattr(state.loss_scale, "min_loss_scale", None)
-    if floor is not None and float(s) <= floor:
+    if floor is not None and s <= floor:
         return ("stuck at the floor", last) if in_a_row > 1 else None
     # A large S needs some steps at first, and a broken batch explains a few later.
     is_start = floor is not None and in_a_row == int(state.skipped) and not losses

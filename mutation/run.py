@@ -71,7 +71,7 @@ TESTS = {
     "_half_storage/parameters": "half_storage/test_parameters test_checkpoints",
     "_half_storage/storage": "half_storage/test_storage test_unreduced",
     "checkpoints": "test_checkpoints half_storage/test_parameters",
-    "_state": "half_storage/test_storage scaling/test_transform test_checkpoints",
+    "_state": "scaling/test_loss_scale test_checkpoints scaling/test_transform",
     "_validation": "test_validation test_mistakes scaling/test_loss_scale",
     "_pytree": "test_checkpoints scaling/test_loss_scale scaling/test_spike_guard",
 }

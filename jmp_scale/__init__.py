@@ -34,7 +34,7 @@ from ._state import LossScaleState as LossScaleState
 from ._tree import select_tree as select_tree
 
 if not _typing.TYPE_CHECKING:  # which would take any name for one of the module
-    from ._doors import __getattr__ as __getattr__
+    from ._public import __getattr__ as __getattr__
 
 __version__ = "0.2.0.dev0"
 _name_module(globals())

@@ -26,7 +26,6 @@ TESTED_BY = {
     "_pytree": ("scaling/test_loss_scale", "fields are those of loss scales"),
     "_contexts": ("scaling/test_gradients", "value_and_grad sets them"),
     "_state": ("scaling/test_transform", "a state is what the transformation returns"),
-    "_doors": ("test_mistakes", "a name of PyTorch leads to ours"),
     "_machine.*": ("test_machine", "the command prints what these measure"),
     "__main__": ("test_machine", "a command prints what is measured"),
     "_flax": ("test_linen", "serialization is that of Flax"),

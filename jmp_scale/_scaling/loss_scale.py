@@ -159,8 +159,7 @@ class DynamicLossScale(LossScale):
         for name, start in self._starts().items():
             given = getattr(self, name)
             values[name] = _validation.int32_leaf(arguments, name, given, start, s)
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(values)
 
     def _starts(self) -> dict[str, int]:
         # Without hysteresis (the default) checkpoints have one leaf less.

@@ -351,7 +351,7 @@ def _takes_value(keywords: Keywords, value: object, extra_args: ExtraArgs) -> bo
     return not is_refused or any("value" in taken for taken in keywords)
 
 
-def _keywords_of(update: Function, seen: set[int] | None = None) -> Keywords:
+def _keywords_of(update: Function, seen: tuple[int, ...] = ()) -> Keywords:
     """Returns the keywords of each function that extra arguments of `update` reach.
 
     "" in a set means that the function accepts further keywords. A wrapper (a chain, a
@@ -359,10 +359,9 @@ def _keywords_of(update: Function, seen: set[int] | None = None) -> Keywords:
     other function may use a `loss`.
     """
     function = inspect.unwrap(update)
-    seen = set() if seen is None else seen
     if id(function) in seen:
         return ()
-    seen.add(id(function))
+    seen = (*seen, id(function))
     parameters = _parameters(function)
     names = frozenset(p.name for p in parameters)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):

@@ -120,12 +120,10 @@ def _forms(state: PyTree) -> list[tuple[str, ...]]:
 
 def _without(missing: tuple[str, ...], tree: PyTree) -> PyTree:
     """Returns a tree like the state without these parts."""
-    if "half storage" in missing:
-        tree = _replaced(tree, is_half_storage, _inner_state)
-    if "loss scale" in missing:
-        tree = _replaced(tree, is_loss_scale_state, _inner_state)
-    if "guard" in missing:
-        tree = _replaced(tree, is_loss_scale_state, _without_guard)
+    for part in missing:
+        is_new = is_half_storage if part == "half storage" else is_loss_scale_state
+        old = _without_guard if part == "guard" else _inner_state
+        tree = _replaced(tree, is_new, old)
     return tree
 
 

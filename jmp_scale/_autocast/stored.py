@@ -129,7 +129,7 @@ class _Program:
         """Adds an equation as traced, with casts in front of it."""
         inputs = [*eqn.invars]
         for i, v in enumerate(inputs):
-            if self._is_renamed(v):
+            if isinstance(v, Var) and v in self.renamed:
                 wide = self._repeated(self.renamed[v], eqn)
                 inputs[i] = half = _jaxpr_rewrite.with_dtype(wide, _jaxpr.dtype_of(v))
                 self._cast(wide, half, eqn)

@@ -36,7 +36,7 @@ from .._state import (
 )
 from .._tree import find_nodes, is_inexact, leaves_by_name, promote_to_float32
 from .._types import KeyPath, Leaf, PyTree
-from .._validation import described, key_words
+from .._validation import described
 from . import bfloat16
 from .parameters import check_pairs, is_bfloat16, join
 
@@ -97,7 +97,7 @@ def with_half_storage(
                 "parameters with remainders=False), got None; write "
                 "key=jax.random.key(0)"
             )
-        words = key_words(_NAME, key)
+        words = jax.random.key_data(key)[:2]
     storage = _HalfStorage(inner, frozenset(averages), remainders, words)
     return optax.GradientTransformationExtraArgs(
         storage.init,

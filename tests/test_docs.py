@@ -38,7 +38,8 @@ OWN = {
 FENCE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 # A block of Python, and what it prints, if the page shows it.
 PYTHON = re.compile(
-    r"^( *)```python\n(.*?)^\1```$(?:\n\n\1```(?:text| { .text .wrap })\n(.*?)^\1```$)?",
+    r"^( *)```python\n(.*?)^\1```$"
+    r"(?:\n\n\1``` ?(?:text|{ .text .wrap })\n(.*?)^\1```$)?",
     re.DOTALL | re.MULTILINE,
 )
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?")

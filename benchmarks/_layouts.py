@@ -10,7 +10,7 @@ import _targets
 import jax
 from _models import Model, Transformer, transformer
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 MODEL_DEVICES = 4  # that share a layer
@@ -35,19 +35,14 @@ class Layout(NamedTuple):
     sequence_parallel: bool = False
     shard_map: bool = False
 
-    def mesh(self, target: _targets.Target, kind: AxisType = AxisType.Auto) -> Mesh:
+    def mesh(self, target: _targets.Target) -> Mesh:
         shared = MODEL_DEVICES if self.tensor_parallel else 1
         axes = {"data": target.chips // shared}
-        return target.mesh_of(axes | ({"model": shared} if shared > 1 else {}), kind)
+        return target.mesh_of(axes | ({"model": shared} if shared > 1 else {}))
 
     def model(self, sizes: Transformer, mesh: Mesh, *, scanned: bool) -> Model:
-        """Pins the stream of a scan, which XLA does not place well by itself.
-
-        With Explicit axes a program gathers its parameters itself.
-        """
+        """Pins the stream of a scan, which XLA does not place well by itself."""
         pinned: Any = {}
-        if self.fsdp and AxisType.Explicit in mesh.axis_types:
-            pinned["weight"] = _pin(mesh)
         if self.sequence_parallel:
             pinned["stream"] = _pin(mesh, "data", "model", None)
             pinned["branch"] = _pin(mesh, "data", None, None)
@@ -98,24 +93,6 @@ def placed(leaf: Any, mesh: Mesh, *axes: str | None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def place_state(state: Any, params: Any, mesh: Mesh) -> Any:
-    """Types of an optimizer's state: what looks like the parameters lies like them."""
-    structure = jax.tree.structure(params)
-    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
-
-    def is_alike(tree: Any) -> bool:
-        return jax.tree.structure(tree) == structure
-
-    def place(tree: Any) -> Any:
-        if not is_alike(tree):
-            return placed(tree, mesh)
-        return jax.tree.map(lambda leaf, spec: placed(leaf, mesh, *spec), tree, specs)
-
-    return jax.tree.map(place, state, is_leaf=is_alike)
-
-
 def _pin(mesh: Mesh, *axes: str | None) -> Callable[[jax.Array], jax.Array]:
     sharding = NamedSharding(mesh, P(*axes))
-    is_explicit = AxisType.Explicit in mesh.axis_types
-    pin = jax.sharding.reshard if is_explicit else lax.with_sharding_constraint
-    return lambda x: pin(x, sharding)
+    return lambda x: lax.with_sharding_constraint(x, sharding)

@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = list(tables.values())
     if DEEP in args.tasks:
         found.append(gradients(args.seeds))
-    _harness.report(found, args.json)
+    _harness.report(found)
 
 
 def train(task: Any, program: Program, seeds: int, steps: int) -> tuple[Any, Any]:

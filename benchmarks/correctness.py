@@ -266,7 +266,7 @@ def main(argv=None):
         for subjects, check in tqdm(rows(), desc="rows", leave=False):
             verdicts = [verdict(name, subjects, check) for name in args.libraries]
             table.rows.append([check.__name__.replace("_", " "), *verdicts])
-    _harness.report([table], args.json)
+    _harness.report([table])
 
 
 if __name__ == "__main__":

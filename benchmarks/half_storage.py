@@ -151,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         tables += parameters(args)
     if "averages" in args.parts:
         tables += averages(args)
-    _harness.report(tables, args.json)
+    _harness.report(tables)
 
 
 def parameters(args: Any) -> Iterator[Table]:

@@ -45,7 +45,7 @@ def main(argv=None):
         table = _harness.Table(f"AdamW, {name}", [*columns, "kernels"])
         table.rows = list(rows(_targets.Target(name)))
         tables.append(table)
-    _harness.report(tables, args.json, "compiled, not run")
+    _harness.report(tables, "compiled, not run")
 
 
 def rows(target):

@@ -17,7 +17,7 @@ import _steps
 import _targets
 import jax
 import jax.numpy as jnp
-from _compiled import compilations, compile_step
+from _compiled import compile_step
 from tqdm import tqdm
 
 PARTS = ("optimizer", "mixed", "train")
@@ -25,8 +25,7 @@ LEGEND = (
     "bytes: read from and written to memory, over the unscaled step's. cycles: as the "
     "TPU's compiler estimates them, likewise. kernels: and their ratio. temporaries: "
     "over the bytes of the parameters. waits: branches, callbacks and transfers in the "
-    "program. compilations: over five steps. compile s: of all processor cores. time "
-    "ratio: with its quartiles."
+    "program. compile s: of all processor cores. time ratio: with its quartiles."
 )
 
 
@@ -60,7 +59,7 @@ def main(argv=None):
         if table.title == tables[-1].title:  # which are printed as the last one
             table.notes.append(LEGEND)
     device = f"compiled for {args.target}, not run" if args.target else None
-    _harness.report(tables, args.json, device)
+    _harness.report(tables, device)
 
 
 def _problem(args, part, dtype):
@@ -89,7 +88,7 @@ def compare(table, problem, peers, optimizer, target, args):
     is_tpu = not here and target.name.startswith("tpu")
     table.columns = ["step", "bytes", *["cycles"] * is_tpu, "kernels", "temporaries"]
     table.columns += ["copied arrays", "scalars", "waits"]
-    table.columns += ["compilations" if here else "added collectives", "compile s"]
+    table.columns += [*["added collectives"] * (not here), "compile s"]
     param_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
     if here:
         params, batch = jax.tree.map(_filled, (params, batch))
@@ -99,10 +98,6 @@ def compare(table, problem, peers, optimizer, target, args):
         carries[peer], step = made
         programs[peer], found = compile_step(step, carries[peer], batch, target)
         base = base or found
-        if here:
-            last = compilations(step, carries[peer], batch)
-        else:
-            last = added_collectives(found, base)
         table.rows.append([
             peer,
             f"{found.bytes_accessed / base.bytes_accessed:.3f}",
@@ -112,7 +107,7 @@ def compare(table, problem, peers, optimizer, target, args):
             found.copied_arrays,
             len(found.copies) - found.copied_arrays,
             found.conditionals + found.transfers,
-            last,
+            *[added_collectives(found, base)] * (not here),
             f"{found.compile_seconds:.1f}",
         ])  # fmt: skip
     if here and not args.no_times:

@@ -269,12 +269,6 @@ def name_of_call(eqn: JaxprEqn) -> str:
     return params_of(eqn).get("name") or getattr(inner.debug_info, "func_name", "")
 
 
-def mesh_size(eqn: JaxprEqn) -> int:
-    """Returns the number of devices of a `shard_map`; 1 for other equations."""
-    is_map = eqn.primitive.name == "shard_map"
-    return eqn.params["mesh"].size if is_map else 1
-
-
 class Loop(NamedTuple):
     """A scan or while: its body, and the layout of its operands."""
 
@@ -311,6 +305,14 @@ def loop_of(eqn: JaxprEqn) -> Loop | None:
     if not (all(same_in[:held]) and all(same_out[:carry]) and carry <= held):
         return None
     return Loop(bodies[0], held - carry, carry, offset=0, trips=params["length"])
+
+
+def repeats(eqn: JaxprEqn) -> int:
+    """Returns on how many devices, or how often in a scan, nested jaxprs run; or 1."""
+    if eqn.primitive.name == "shard_map":
+        return eqn.params["mesh"].size
+    loop = loop_of(eqn)
+    return (loop and loop.trips) or 1
 
 
 class Rule(NamedTuple):

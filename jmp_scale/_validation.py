@@ -54,7 +54,8 @@ class Arguments:
 
     def number(self, argument: str, value: Any) -> float:
         """Returns `value`, also a concrete 0-d array, as a Python number."""
-        if not isinstance(value, (int, float, *_ARRAYS)):
+        is_bool = isinstance(value, bool) or getattr(value, "dtype", None) == np.bool_
+        if is_bool or not isinstance(value, (int, float, *_ARRAYS)):
             raise TypeError(self.message(argument, "a real number", value))
         return float(value)
 

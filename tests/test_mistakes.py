@@ -65,20 +65,20 @@ STATE = with_loss_scale(optax.sgd(1.0)).init(PARAMS)
 # Arguments and wrong values of each class, all of them with words that are theirs.
 ARGUMENTS = {
     DynamicLossScale: {
-        "period": (0, 2.5, NAN, 2**31, "2000", None),
+        "period": (0, 2.5, NAN, 2**31, "2000", None, True),
         "factor": (1, math.inf, "2", 2j),
         "backoff_factor": (0, 1, NAN, "half"),
         "min_loss_scale": (-1, math.inf, 2.0**25),
         "max_loss_scale": (0, NAN, math.inf),
-        "loss_scale": (0.0, NAN, 0.5, 2.0**25, "2**15", 2j, [2.0]),
+        "loss_scale": (0.0, NAN, 0.5, 2.0**25, "2**15", 2j, [2.0], True),
         "growth_delay": (-1, 0.5),
         "hysteresis": (0, 1.5),
-        "counter": (2**31, -(2**31) - 1, NAN, 3.7, "0"),
+        "counter": (2**31, -(2**31) - 1, NAN, 3.7, "0", False),
         "hysteresis_left": (2**31,),
         "hysteresis_reset": ("never", 1),
         "at_max": ("stop",),
     },
-    StaticLossScale: {"loss_scale": (0, -1, NAN, 2.0**127, 2.0**-127, None, "8")},
+    StaticLossScale: {"loss_scale": (0, NAN, 2.0**127, 2.0**-127, None, "8", True)},
     SpikeGuard: {
         "threshold": (0, NAN, math.inf, "6"),
         "decay": (0, 1.0, NAN),

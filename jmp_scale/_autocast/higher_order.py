@@ -141,7 +141,8 @@ def _custom_jvp(eqn: JaxprEqn, values: Arrays, body: Body) -> Results | None:
 def _shard_map(eqn: JaxprEqn, values: Arrays, body: Body) -> Results:
     params = eqn.params
     axes = params["manual_axes" if "manual_axes" in params else "newly_manual_axes"]
-    function = body(_jaxpr.subjaxprs(eqn)[0], range(len(values)), "")
+    (jaxpr,) = _jaxpr.subjaxprs(eqn)
+    function = body(jaxpr, range(len(values)), "")
     fun = jax.shard_map(
         lambda *xs: tuple(function(*xs)),
         mesh=params["mesh"],

@@ -239,9 +239,17 @@ def test_a_function_in_which_nothing_becomes_half_warns_once(fun):
     assert F16 not in products(half, W, X)  # filters make a warning an error
 
 
-def test_a_function_whose_products_were_cast_by_hand_does_not_warn():
-    half = autocast(lambda w, x: x.astype("bfloat16") @ w.astype("bfloat16"), "float16")
-    assert products(half, W, X) == [BF16]  # filters make a warning an error
+@pytest.mark.parametrize(
+    ("stored", "result"), [("float32", "bfloat16"), ("bfloat16", "float32")]
+)
+def test_a_product_that_was_cast_by_hand_stays_and_does_not_warn(stored, result):
+    def fun(w, x):
+        x, w = x.astype("bfloat16"), w.astype("bfloat16")
+        return jnp.dot(x, w, preferred_element_type=result)
+
+    half, w = autocast(fun, "bfloat16"), W.astype(stored)
+    assert products(half, w, X) == [BF16]  # filters make a warning an error
+    np.testing.assert_array_equal(half(w, X), fun(w, X))
 
 
 STACK = jnp.stack([W, W.T])

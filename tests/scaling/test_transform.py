@@ -219,7 +219,9 @@ def test_parts_without_a_gradient_or_a_parameter_may_be_left_out(nothing):
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_half_precision_parameters_are_warned_of_once_with_the_cure(dtype):
     params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
-    with pytest.warns(UserWarning, match=r"expected float32 .*cast_to_param") as seen:
+    with pytest.warns(
+        UserWarning, match=rf"got \['b'\] of {jnp.dtype(dtype)}, .*cast_to_param"
+    ) as seen:
         jmp_scale.with_loss_scale(ADAM).init(params)
     assert [warning.filename for warning in seen] == [__file__]
 

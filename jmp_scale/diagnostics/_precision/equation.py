@@ -1,8 +1,8 @@
-"""A `Finding` about a line, a `Equation` of the program, and a `Fact` about a value."""
+"""A `Finding` about a line, an `Equation` of the program, a `Fact` about a value."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from jax.extend.core import JaxprEqn, Var
@@ -66,8 +66,11 @@ class Fact:
     # Result if the other operand is 0: eps for x + eps; None without a constant.
     epsilon: float | None = None
     summed: float = 0.0  # number of float32 elements summed
-    maker: "Equation | None" = None  # it computed their array, inside of calls
-    carries: frozenset[Var] = frozenset()  # of the loops around, that it depends on
+    maker: str = ""  # name of the operation that computed them
+    varying: frozenset[Var] = frozenset()  # in the loops around, that it depends on
+    # The carries in half precision of which it is `a * carry + b`, with a number `a`
+    # and a `b` that does not depend on the carry; and the last addition of a `b`.
+    sums: "Mapping[Var, Equation | None]" = dataclasses.field(default_factory=dict)
 
     @property
     def magnitude(self) -> float:

@@ -8,14 +8,25 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Var
 
-from ..._jaxpr import SAME_ENTRIES, Atom, constant, dtype_name, shape, size, words
+from ..._jaxpr import (
+    SAME_ENTRIES,
+    Atom,
+    constant,
+    dtype_name,
+    is_literal,
+    shape,
+    size,
+    words,
+)
 from ..._types import Function
-from .equation import INF, Fact, is_integer, is_wide
+from .equation import INF, Equation, Fact, is_integer, is_wide
 
 _MOST_OF_A_MASK = 8
 _NUMBERS = ("float", "bfloat", "int", "uint")
+_ADDITIONS = ("add", "add_any", "sub", "scatter-add")
+_SLICE_GRADIENTS = words("dynamic_update_slice pad scatter scatter-add")
 
 
 def rounded(value: Any, dtype: str) -> Any:
@@ -30,8 +41,9 @@ def is_lost(value: float, dtype: str = "float16") -> bool:
     return value != held and (held == 0 or math.isinf(held))
 
 
-def of_dtype(dtype: str) -> Fact:
-    """Returns the fact of a dtype: integer types and booleans have bounds."""
+def of_type(atom: Atom) -> Fact:
+    """Returns the fact of a variable's type: integer types and booleans have bounds."""
+    dtype = dtype_name(atom)
     if dtype == "bool":
         return Fact(0.0, 1.0)
     if is_integer(dtype):
@@ -40,25 +52,17 @@ def of_dtype(dtype: str) -> Fact:
     return Fact()
 
 
-def of_constant(value: object, dtype: str) -> Fact:
-    """Returns the fact of a constant."""
+def of_constant(atom: Atom, value: object) -> Fact:
+    """Returns the fact of a constant with this value."""
     array = constant(value)
     # A NaN is not between any bounds.
     if array is None or array.size == 0 or np.isnan(array).any():
-        return of_dtype(dtype)
+        return of_type(atom)
     low, high = float(array.min()), float(array.max())
     values = np.unique(array)
     has_few = values.size <= _MOST_OF_A_MASK
     extreme = next(filter(is_lost, values.tolist() if has_few else ()), 0.0)
     return Fact(low, high, extreme)
-
-
-def of_atom(atom: Atom) -> Fact:
-    """Returns the fact of a literal, or of a variable by its type alone."""
-    dtype = dtype_name(atom)
-    if isinstance(atom, Literal):
-        return of_constant(atom.val, dtype)
-    return of_dtype(dtype)
 
 
 def join(a: Fact, b: Fact) -> Fact:
@@ -70,16 +74,52 @@ def join(a: Fact, b: Fact) -> Fact:
         extreme=a.extreme or b.extreme,
         epsilon=None,
         summed=max(a.summed, b.summed),
-        maker=None,
+        maker="",
+        sums={v: a.sums[v] or b.sums[v] for v in a.sums if v in b.sums},
     )
 
 
-def transfer(eqn: JaxprEqn, facts: Sequence[Fact]) -> list[Fact]:
+def transfer(equation: Equation) -> list[Fact]:
     """Returns the facts of the outputs of an equation without nested jaxprs."""
-    rule = _RULES.get(eqn.primitive.name)
-    if rule is None or len(eqn.outvars) != 1:
-        return [of_atom(v) for v in eqn.outvars]
-    return [rule(eqn, *facts)]
+    eqn, name, facts = equation.eqn, equation.name, equation.ins
+    rule = _RULES.get(name, lambda eqn, *facts: of_type(eqn.outvars[0]))
+    if len(eqn.outvars) != 1:
+        return [of_type(v) for v in eqn.outvars]
+    maker = facts[0].maker if name in SAME_ENTRIES else name
+    return [replace(rule(eqn, *facts), maker=maker, sums=_sums(equation))]
+
+
+def _sums(equation: Equation) -> dict[Var, Equation | None]:
+    """Returns the carries that the result is a sum of, as `Fact` defines them."""
+    pairs = [*zip(equation.eqn.invars, equation.ins, strict=True)]
+    found = {}
+    for carry in frozenset[Var]().union(*(fact.sums for fact in equation.ins)):
+        parts = [fact.sums for fact in equation.ins if carry in fact.varying]
+        others = [(v, fact) for v, fact in pairs if carry not in fact.varying]
+        if _is_linear(equation, others) and all(carry in part for part in parts):
+            last = next((part[carry] for part in parts if part[carry]), None)
+            found[carry] = equation if others and equation.name in _ADDITIONS else last
+    return found
+
+
+def _is_linear(equation: Equation, others: Sequence[tuple[Atom, Fact]]) -> bool:
+    """Whether an operation adds to inputs, moves them, or takes them times a number."""
+    (out,) = equation.eqn.outvars
+    match equation.name:
+        case "add" | "add_any" | "sub":
+            # A gradient of `x[i]` is added to other elements each time.
+            return all(fact.maker not in _SLICE_GRADIENTS for _, fact in others)
+        case "scatter-add":
+            return not equation.ins[1].varying  # else to other elements each time
+        case "mul" | "div":
+            if len(others) != 1:
+                return False
+            factor, _ = others[0]
+            is_divisor = factor is equation.eqn.invars[1]
+            # A decay rate is one number, whereas a gate has the size of the state.
+            is_number = is_literal(factor) or 1 == size(factor) < size(out)
+            return is_number and (is_divisor or equation.name == "mul")
+    return equation.name in SAME_ENTRIES | {"neg", "select_n"}
 
 
 # Bounds, extremes, epsilons and sums.
@@ -87,12 +127,13 @@ def transfer(eqn: JaxprEqn, facts: Sequence[Fact]) -> list[Fact]:
 
 def _computed(fun: Function, eqn: JaxprEqn, *facts: Fact) -> Fact:
     """Returns the fact of a function of numbers."""
-    name, dtype = eqn.primitive.name, dtype_name(eqn.outvars[0])
-    results = functools.partial(_results, fun, dtype)
+    (out,) = eqn.outvars
+    name, dtype = eqn.primitive.name, dtype_name(out)
+    results = functools.partial(_results, fun, out)
     ends = results(map(_ends, facts)) if dtype.startswith(_NUMBERS) else np.empty(0)
     is_unbounded = name == "div" and facts[1].low < 0 <= facts[1].high
     if is_unbounded or ends.size == 0:
-        return of_dtype(dtype)
+        return of_type(out)
     fact = Fact(float(ends[0]), float(ends[-1]))
     arrays = [f for f in facts if f.single is None]
     if not arrays:
@@ -118,14 +159,14 @@ def _computed(fun: Function, eqn: JaxprEqn, *facts: Fact) -> Fact:
 
 
 def _results(
-    fun: Function, dtype: str, operands: Iterable[Iterable[float]]
+    fun: Function, out: Atom, operands: Iterable[Iterable[float]]
 ) -> np.ndarray:
     """Returns a function's values at all combinations of numbers, sorted, unique."""
     grid = np.meshgrid(*(np.array([*numbers], float) for numbers in operands))
     with np.errstate(all="ignore"):
         exact = fun(*grid)
+    dtype, limits = dtype_name(out), of_type(out)
     found = np.trunc(exact) if is_integer(dtype) else rounded(exact, dtype)
-    limits = of_dtype(dtype)
     return np.unique(found[~np.isnan(found)]).clip(limits.low, limits.high)
 
 

@@ -30,8 +30,8 @@ class PrecisionReport(NamedTuple):
     """The result of `precision_report`, in Python values.
 
     Attributes:
-      findings: one for each line and rule, in the order of the lines.
-      operations: matrix products and convolutions by dtype, most work first.
+      findings: one for each line and rule, in the order of the program, forward first.
+      operations: what runs in which dtype, most matrix work first.
       half_share: share of the FLOPs of matrix products and convolutions, forward and
         backward, whose operands are half precision, from 0 to 1; 0 if there are none.
       not_looked_into: (primitive, "file:line") of opaque operations, which are not
@@ -104,7 +104,7 @@ def precision_report(
     gradients = pair[1] if isinstance(pair, tuple) and len(pair) == 2 else None
     forward = Walk(zero).through(program, caller)
     backward = Walk(zero, differentiated=True).through(differentiated, caller)
-    operations = work.operations(backward.products)
+    operations = work.operations(backward.operations)
     keeps_digits = find_half_storage((args, opt_state))
     found = [
         *(() if keeps_digits else _half_parameters(gradients, fun, caller)),
@@ -113,14 +113,14 @@ def precision_report(
         *_half_loss(loss, fun, caller),
         *backward.found,
         # autocast left products in float32 on purpose, so the user need not cast them.
-        *(() if forward.autocasts else work.full_matmuls(backward.products)),
+        *(() if forward.autocasts else work.full_matmuls(backward.operations)),
     ]
-    unread = [(name, location(place[:2])) for name, place in forward.unread]
+    unread = [e for e in forward.unread if "debug" not in e.name]
     return PrecisionReport(
-        tuple(_by_line(found)),
+        tuple(_one_per_line(found)),
         operations,
         work.half_share(operations),
-        tuple(dict.fromkeys(unread)),
+        tuple(dict.fromkeys((e.name, location(e.line)) for e in unread)),
     )
 
 
@@ -136,16 +136,16 @@ def _trace(fun: Function, args: tuple[PyTree, ...]) -> tuple[ClosedJaxpr, PyTree
 
 
 @contextlib.contextmanager
-def _noting_lost_constants() -> Iterator[tuple[set[SourceLine], set[SourceLine]]]:
+def _noting_lost_constants() -> Iterator[tuple[list[SourceLine], list[SourceLine]]]:
     """Records the lines at which a constant becomes infinite, or 0, in its dtype.
 
     The trace contains only the constant after the cast. NumPy casts constants, and
     reports overflow and underflow.
     """
-    lines: dict[str, set[SourceLine]] = {"overflow": set(), "underflow": set()}
+    lines: dict[str, list[SourceLine]] = {"overflow": [], "underflow": []}
 
     def note(kind: str, flag: int) -> None:
-        lines[kind].add(place_of_caller()[:2])
+        lines[kind].append(place_of_caller()[:2])
 
     # NumPy would not cast anything for a trace in JAX's cache. With metadata of their
     # own these traces are new, and no compiled program shares them.
@@ -156,7 +156,7 @@ def _noting_lost_constants() -> Iterator[tuple[set[SourceLine], set[SourceLine]]
 
 def _table(report: PrecisionReport) -> list[str]:
     rows: list[tuple[str, ...]] = [("operation", "operands", "runs", "share")]
-    for row in report.operations:
+    for row in (row for row in report.operations if row.flops):
         cells = str(row.executions), f"{100 * row.share:.1f} %"
         rows.append((row.primitive, row.dtype, *cells))
     if not rows[1:]:
@@ -204,23 +204,23 @@ def _half_loss(loss: PyTree, fun: Function, caller: Place) -> Iterator[Finding]:
     yield finding_at(place, "half-loss", "warning", message, dtype)
 
 
-def _overflowing_constants(forward: Walk, lines: set[SourceLine]) -> Iterator[Finding]:
+def _overflowing_constants(forward: Walk, lines: list[SourceLine]) -> Iterator[Finding]:
     """Finds constants that were already infinite when they entered the trace."""
     # The trace says where such a constant is used, if at all, not where it is created.
-    for dtype in forward.infinite:
+    for dtype in sorted(forward.infinite):
         message = (
             f"a constant becomes infinite in {dtype}; use jnp.finfo({dtype}).min or "
             ".max, or compute this in float32"
         )
-        for line in lines - {(None, None)}:
-            yield finding_at(Place(*line), "half-constant", "error", message, dtype)
+        for place in (Place(*line) for line in lines if line[0]):
+            yield finding_at(place, "half-constant", "error", message, dtype)
 
 
-def _by_line(found: list[Finding]) -> Iterator[Finding]:
-    """Yields the worst finding of each line and rule, in the order of the lines."""
-    groups: dict[tuple[str, int, str], list[Finding]] = {}
+def _one_per_line(found: list[Finding]) -> Iterator[Finding]:
+    """Yields the worst finding of each line and rule, in the order of the first."""
+    groups: dict[object, list[Finding]] = {}
     for f in found:
-        groups.setdefault((f.file or "", f.line or 0, f.rule), []).append(f)
-    for _, group in sorted(groups.items()):
+        groups.setdefault((f.file, f.line, f.rule), []).append(f)
+    for group in groups.values():
         worst = max(group, key=lambda f: SEVERITIES.index(f.severity))
         yield worst._replace(backward=all(f.backward for f in group))

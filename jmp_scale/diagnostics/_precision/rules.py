@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 from jax.extend.core import Var
 
-from ..._jaxpr import SAME_ENTRIES, Loop, dtype_name, is_literal, size, words
+from ..._jaxpr import Loop, dtype_name, words
 from ..._policy import is_half
 from .._source import Place
-from .equation import Equation, Fact, Finding, Severity, is_integer
+from .equation import Equation, Finding, Severity, is_integer
 from .facts import entries_added, is_lost, rounded, transfer
 
 FLOAT16_MAX = 65504
@@ -31,8 +31,6 @@ _SAFE_FUNCTIONS = words(
 )
 _NOT_ZERO = {"div": 1, "rsqrt": 0, "log": 0, "sqrt": 0}  # positions of operands
 _LONG_BACKWARD_LOOP = 64
-_ADDITIONS = ("add", "add_any", "sub")
-_SLICE_GRADIENTS = words("dynamic_update_slice pad scatter scatter-add")
 
 
 def faults(equation: Equation) -> Iterator[Finding]:
@@ -86,17 +84,15 @@ def _half_collective(equation: Equation) -> Iterator[Finding]:
 
 
 def _half_integers(equation: Equation) -> Iterator[Finding]:
-    if not is_half(equation.result):
+    if equation.name not in ("iota", "convert_element_type"):
         return
-    if equation.name == "iota":
-        (fact,) = transfer(equation.eqn, ())
-        counts = "linspace" not in equation.place().calls  # its points are no integers
-    else:
-        fact = equation.ins[0] if equation.ins else Fact()
-        casts = equation.name == "convert_element_type"
-        counts = casts and is_integer(equation.source) and fact.single is None
-    limit = _DISTINCT_INTEGERS[equation.result]
-    if not counts or not limit < fact.magnitude < _UNKNOWN_EXTENT:
+    (fact,) = equation.ins or transfer(equation)
+    limit = _DISTINCT_INTEGERS.get(equation.result, math.inf)
+    if fact.single is not None or not limit < fact.magnitude < _UNKNOWN_EXTENT:
+        return
+    # The points of linspace are not integers.
+    counts = fact.maker == "iota" and "linspace" not in equation.place().calls
+    if not counts and not is_integer(equation.source):
         return
     message = (
         f"integers up to {fact.magnitude:,.0f} are cast to {equation.result}, which "
@@ -107,23 +103,25 @@ def _half_integers(equation: Equation) -> Iterator[Finding]:
 
 
 def _half_square(equation: Equation) -> Iterator[Finding]:
-    times = _power_of_one_value(equation)
-    if equation.source != "float16" or times < 2:
+    exponent = _exponent(equation) if equation.result == "float16" else 0
+    if exponent < 1 or equation.ins[0].magnitude <= FLOAT16_MAX ** (1 / exponent):
         return
-    in_range = equation.ins[0].magnitude <= FLOAT16_MAX ** (1 / times)
-    if in_range or _is_safe(equation.place()):
+    if _is_safe(equation.place()):
         return
-    what = f"a {'square' if times == 2 else f'power of {times}'} is computed"
-    largest = math.ceil(65520 ** (1 / times))
+    what = {1: "variance", 2: "square"}.get(exponent, f"power of {exponent}")
+    largest = math.ceil(65520 ** (1 / max(exponent, 2)))
     message = (
-        f"{what} in float16, which overflows for entries of {largest} and more; cast "
-        "to float32 first and keep the result there"
+        f"a {what} is computed in float16, which overflows for entries of {largest} "
+        "and more; cast to float32 first and keep the result there"
     )
     yield equation.finding("half-square", "warning", message)
 
 
-def _power_of_one_value(equation: Equation) -> int:
-    """Returns the exponent if an operation is a power of one value, else 0."""
+def _exponent(equation: Equation) -> int:
+    """Returns the exponent of a power of one value; 1 for a variance, else 0."""
+    if equation.narrows:  # `jnp.var` divides a float32 sum of squares
+        divides = equation.ins[0].maker == "div" and not equation.backward
+        return int(divides and "_var" in equation.place().calls)
     if equation.name == "integer_pow":
         return equation.eqn.params["y"]
     same = equation.name == "mul" and equation.ins[0] is equation.ins[1]
@@ -135,8 +133,7 @@ def _half_exp(equation: Equation) -> Iterator[Finding]:
     if not in_half or _is_safe(equation.place()):
         return
     digits = "three" if equation.result == "float16" else "two"
-    maker = equation.ins[0].maker
-    shifted = maker is not None and maker.name == "sub"  # perhaps by the maximum
+    shifted = equation.ins[0].maker == "sub"  # perhaps by the maximum
     bounded = shifted or equation.ins[0].high <= _LARGEST_EXPONENT
     overflows = (
         equation.result == "float16" and equation.name in _OVERFLOWING and not bounded
@@ -190,23 +187,17 @@ def _half_division(equation: Equation) -> Iterator[Finding]:
 
 
 def half_carry(
-    carry: Var, start: Fact, out: Fact, loop: Loop, backward: bool
+    carry: Var, addition: Equation | None, loop: Loop, backward: bool
 ) -> Iterator[Finding]:
-    """Finds a carry of a loop that accumulates in half precision.
+    """Finds a carry of a loop that accumulates in half precision by an addition.
 
-    It accumulates if each iteration computes `a * carry + b` with a number `a` and a
-    `b` that does not depend on the carry. The state of an LSTM does not, because its
-    factor is an array, nor does a residual stream `x + f(x)`.
-
-    `start` and `out` are the facts of the carry before and after an iteration.
+    The state of an LSTM does not accumulate, because its factor is an array, nor does a
+    residual stream `x + f(x)`.
     """
     # In the backward pass carries are gradients of values that all iterations share.
     least = _LONG_BACKWARD_LOOP if backward else 2
     is_short = loop.trips is not None and loop.trips < least  # None: a while loop
-    if is_short or not is_half(dtype_name(carry)):
-        return
-    equation = _last_addition(carry, start, out)
-    if equation is None:
+    if is_short or addition is None or not is_half(dtype_name(carry)):
         return
     times = f"{loop.trips:,} iterations" if loop.trips else "each iteration"
     cure = "keep the carry in float32 and add float32 values"
@@ -219,36 +210,4 @@ def half_carry(
         f"a carry adds up in {dtype_name(carry)} over {times} and loses what is small "
         f"beside it; {cure}"
     )
-    yield equation.finding("half-carry", "warning", message, carry)
-
-
-def _last_addition(carry: Var, start: Fact, out: Fact) -> Equation | None:
-    """Returns the last addition to a carry; None if more is done to it than that."""
-    last, fact = None, out
-    while fact is not start:
-        equation = fact.maker
-        if equation is None:
-            return None
-        inputs = [f for f in equation.ins if carry in f.carries]
-        if len(inputs) != 1 or not _adds_or_scales(equation, inputs[0]):
-            return None
-        if equation.name in _ADDITIONS:
-            last = last or equation
-        (fact,) = inputs
-    return last
-
-
-def _adds_or_scales(equation: Equation, fact: Fact) -> bool:
-    """Whether an operation adds to an input, moves it, or takes it times a number."""
-    if equation.name in SAME_ENTRIES or equation.name == "neg":
-        return True
-    pairs = zip(equation.eqn.invars, equation.ins, strict=True)
-    others = [(v, f) for v, f in pairs if f is not fact]
-    if equation.name in _ADDITIONS:
-        # A gradient of `x[i]` is added to other elements each time.
-        makers = [f.maker.name for _, f in others if f.maker]
-        return _SLICE_GRADIENTS.isdisjoint(makers)
-    # A decay rate is one number, whereas a gate has the size of the state.
-    is_array = size(equation.eqn.outvars[0]) > 1
-    numbers = [is_literal(v) or (size(v) == 1 and is_array) for v, _ in others]
-    return equation.name == "mul" and all(numbers)
+    yield addition.finding("half-carry", "warning", message, carry)

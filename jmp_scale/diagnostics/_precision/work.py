@@ -19,14 +19,14 @@ _DTYPES = {preset: dtype for dtype, preset in ALGORITHMS.items()}
 
 
 class Operation(NamedTuple):
-    """How often a program runs a product in a dtype, forward and backward.
+    """How often a program runs an operation in a dtype, forward and backward.
 
     Attributes:
       primitive: JAX's name of the operation.
       dtype: dtype of its operands, joined by " x " if they differ.
       executions: how often it runs. In a scan each iteration counts, in a while loop
         one iteration, in a cond each branch.
-      flops: floating-point operations.
+      flops: floating-point operations of matrix products and convolutions, else 0.
       share: share of the program's `flops`, from 0 to 1.
     """
 
@@ -65,7 +65,8 @@ def operand_dtypes(eqn: JaxprEqn) -> tuple[str, ...]:
     algorithm = eqn.params.get("precision")
     if algorithm in _DTYPES:
         return (_DTYPES[algorithm],)
-    return tuple(dict.fromkeys(dtype_name(v) for v in eqn.invars[:2]))
+    operands = eqn.invars[:2] or eqn.outvars
+    return tuple(dict.fromkeys(map(dtype_name, operands)))
 
 
 def operations(equations: Iterable[Equation]) -> tuple[Operation, ...]:

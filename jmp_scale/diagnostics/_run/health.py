@@ -1,5 +1,7 @@
 """`HealthLog`: describes the state of a run and its last steps, by sentences."""
 
+import math
+
 import numpy as np
 
 from ..._scaling.loss_scale import number_of
@@ -13,6 +15,8 @@ _DIAGNOSE = "diagnose_nonfinite(loss_fn, loss_scale, params, batch)"
 
 # Sentences by kind, the most urgent first.
 _SENTENCES = {
+    "loss scale not finite": "The loss scale is {last}, with which no step is applied: "
+    "load it from a checkpoint, or put a new DynamicLossScale() in its place.",
     "loss not finite": "{last}: the loss itself is not finite, which no loss scale "
     "changes. {diagnose} names the operation or the argument at fault.",
     "stuck at the floor": "The loss scale is stuck at its floor. {last}: "
@@ -111,7 +115,11 @@ def _findings(opt_state: PyTree, history: LossScaleHistory | None) -> dict[str, 
 
 
 def _present(state: LossScaleState, steps: Steps | None) -> tuple[str, str] | None:
-    """Returns the finding on the steps that were skipped in a row until now."""
+    """Returns the finding on S, or on the steps that were skipped until now."""
+    number = number_of(state.loss_scale)  # None if constant, in a mapping of Flax
+    s = 1.0 if number is None else float(number)
+    if not math.isfinite(s):
+        return "loss scale not finite", str(s)
     in_a_row = int(state.skipped_in_a_row)
     # int, because a Variable of Flax 0.12.0 has no truth value. A spike may overflow.
     if in_a_row == 0 or int(state.grads_finite) > int(state.applied):
@@ -127,7 +135,7 @@ def _present(state: LossScaleState, steps: Steps | None) -> tuple[str, str] | No
         return ("loss not finite", last) if losses else None
     # A class of the user's own may have no floor, and a mapping of Flax has none.
     floor = getattr(state.loss_scale, "min_loss_scale", None)
-    if floor is not None and float(number_of(state.loss_scale)) <= floor:
+    if floor is not None and s <= floor:
         return ("stuck at the floor", last) if in_a_row > 1 else None
     # A large S needs some steps at first, and a broken batch explains a few later.
     is_start = floor is not None and in_a_row == int(state.skipped) and not losses

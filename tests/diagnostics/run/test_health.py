@@ -81,6 +81,8 @@ FINDINGS = {
         "something broke",
         state(skipped=20, in_a_row=12)._asdict() | {"loss_scale": MAPPING},
     ),
+    "S is NaN": ("scale is nan", state(Halving(jnp.float32(jnp.nan)), 3, 3)),
+    "S is infinite": ("scale is inf", state(Halving(jnp.float32(jnp.inf)))),
     "floor of one's own": ("at its floor", state(Halving(jnp.float32(4)), 9, 9)),
 }
 

@@ -92,8 +92,7 @@ def sum_gradients(
     Source: Megatron-LM's `reduce_scatter_with_fp32_accumulation`; DeepSpeed's ZeRO++
     (Wang et al., 2023) adds up after an all-to-all too.
     """
-    if axis_name is not None:
-        _mesh.agreement("sum_gradients", axis_name)  # refuses what is not a name
+    _mesh.agreement("sum_gradients", axis_name)  # refuses what is not a name
     sent = name_to_dtype.get(wire) if isinstance(wire, str) else wire
     if sent not in WIRES:
         raise ValueError(
@@ -202,8 +201,12 @@ def _sum_of_parts(
         like = jax.typeof(like).sharding.spec
     # How parameters are split, whether or not they are typed `reduced`.
     spec = None if like is None else PartitionSpec(*_mesh.dimensions(like))
+    for at, part in enumerate(() if spec is None else spec):
+        count = math.prod(sharding.mesh.shape[name] for name in _mesh.names_of(part))
+        if count > 1:
+            _check_equal_parts(gradient, at, count)
     if axes:
-        way = None if spec is None else _way_of_spec(spec, axes, total.ndim)
+        way = None if spec is None else _way_of_spec(spec, axes)
         way = way or _Way(axes)
         total = jax.shard_map(
             lambda part: add(part, way),
@@ -285,7 +288,7 @@ def _way_in_map(gradient: _Gradient, axes: _mesh.Axes) -> _Way:
     if like is None:
         return _Way(axes)
     if isinstance(like, PartitionSpec):
-        way = _way_of_spec(like, axes, len(shape))
+        way = _way_of_spec(like, axes)
     else:
         way = _way_of_shape(like.shape, shape, axes)
     if way is None:
@@ -295,16 +298,30 @@ def _way_in_map(gradient: _Gradient, axes: _mesh.Axes) -> _Way:
             "give the parameters of this map, or their PartitionSpecs; of a leaf that "
             "is split along two dimensions, add up over one axis after the other",
         )
+    if way.kept:
+        _check_equal_parts(gradient, way.dimension, lax.axis_size(way.kept))
     return way
 
 
-def _way_of_spec(spec: PartitionSpec, axes: _mesh.Axes, ndim: int) -> _Way | None:
+def _check_equal_parts(gradient: _Gradient, dimension: int, count: int) -> None:
+    """Raises an error that names the leaf, which JAX's does not."""
+    shape = gradient.array.shape
+    if dimension >= len(shape) or shape[dimension] % count:
+        raise gradient.error(
+            f"like to split dimension {dimension} into {count} equal parts",
+            f"of shape {shape}",
+            "give a PartitionSpec of another dimension, or PartitionSpec() for a whole "
+            "sum",
+        )
+
+
+def _way_of_spec(spec: PartitionSpec, axes: _mesh.Axes) -> _Way | None:
     """Returns None if several dimensions are split, or other axes split a share."""
     way = _Way(axes)
     for at, part in enumerate(_mesh.dimensions(spec)):
         names = _mesh.names_of(part)
         kept = tuple(name for name in names if name in axes)
-        if kept and (way.kept or names[-len(kept) :] != kept or at >= ndim):
+        if kept and (way.kept or names[-len(kept) :] != kept):
             return None
         way = _Way(axes, kept, at) if kept else way
     return way

@@ -101,14 +101,13 @@ def compare_speed(
     s, run_half = 1.0, jax.jit(lambda s, arrays: half.run(s, rejoin(arrays)))
     if "float16" in narrow_dtypes(run_half.trace(jnp.float32(1), arrays).jaxpr):
         _, s = start_of(function, None).found(lambda s: run_half(s, arrays))
-    # Compiled here, so that an error of the loss comes out.
-    programs = {
-        "float32": compiling(gradient(full, 1.0), arrays)(),
-        "half precision": compiling(gradient(half, s), arrays)(),
-    }
+    jax.eval_shape(gradient(full, 1.0), arrays)  # an error of the loss comes out
     found = compare(
         "value and gradient",
-        {name: lambda program=program: program for name, program in programs.items()},
+        {
+            "float32": compiling(gradient(full, 1.0), arrays),
+            "half precision": compiling(gradient(half, s), arrays),
+        },
         _SECONDS,
         gradient_of=lambda found: found.leaves,
     )

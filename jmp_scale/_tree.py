@@ -92,12 +92,6 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
     Raises:
       ValueError: `pred` is not a boolean scalar, or the trees differ in structure,
         shape or dtype, because nothing is ever broadcast or promoted.
-
-    Examples:
-      >>> import jax.numpy as jnp, jmp_scale
-      >>> new, old = {"w": jnp.array(2.0)}, {"w": jnp.array(1.0)}
-      >>> float(jmp_scale.select_tree(jnp.array(False), new, old)["w"])
-      1.0
     """
     if jnp.shape(pred) != () or jnp.result_type(pred) != jnp.bool_:
         got = f"{jnp.result_type(pred)}{list(jnp.shape(pred))}"

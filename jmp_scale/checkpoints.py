@@ -56,16 +56,6 @@ def restore(load: Callable[[PyTree], PyTree], state: T) -> T:
 
     Raises:
       ValueError: no form fits, with the first difference of each.
-
-    Examples:
-      >>> import jax.numpy as jnp, jmp_scale, optax
-      >>> from jmp_scale import checkpoints
-      >>> params = {"w": jnp.ones(2)}
-      >>> saved = optax.adam(0.1).init(params)
-      >>> tx = jmp_scale.with_loss_scale(optax.adam(0.1), jmp_scale.DynamicLossScale())
-      >>> opt_state = checkpoints.restore(lambda template: saved, tx.init(params))
-      >>> float(opt_state.loss_scale.loss_scale)
-      32768.0
     """
     differences, causes = [], []
     for missing in _forms(state):

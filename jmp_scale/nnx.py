@@ -41,14 +41,6 @@ def autocast(fun: F, dtype: DTypeLike | None = None, **options: Any) -> F:
     Raises:
       ValueError: at the call, `fun` sets an attribute that is not an `nnx.Variable` to
         an array.
-
-    Examples:
-      >>> import jax.numpy as jnp, jmp_scale.nnx
-      >>> from flax import nnx
-      >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-      >>> half = jmp_scale.nnx.autocast(lambda model, x: model(x), "bfloat16")
-      >>> half(model, jnp.ones((4, 2))).shape
-      (4, 3)
     """
     require_function("autocast", fun)
 
@@ -131,19 +123,6 @@ class Optimizer(nnx.Optimizer):
 
     Raises:
       ValueError: `loss_scale` or `guard` is given twice, or `tx` wraps another.
-
-    Examples:
-      >>> import jax.numpy as jnp, jmp_scale, optax
-      >>> from flax import nnx
-      >>> from jmp_scale.nnx import Optimizer
-      >>> model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
-      >>> loss_scale = jmp_scale.DynamicLossScale(2.0**15)
-      >>> optimizer = Optimizer(model, optax.sgd(0.1), loss_scale=loss_scale)
-      >>> fun = optimizer.value_and_grad(lambda model: model.kernel.sum() * jnp.inf)
-      >>> loss, grads = fun(model)
-      >>> _ = optimizer.update(model, grads)
-      >>> int(optimizer.step[...]), float(optimizer.loss_scale.loss_scale)
-      (0, 16384.0)
     """
 
     def __init__(

@@ -101,7 +101,7 @@ def _step_of_lists(jaxpr: Jaxpr) -> Function:
         if is_plain:
             # With NaNs, a loop that waits for a value to become small would never end.
             inputs = unless(applied, inputs, jnp.zeros_like)
-        return _selected(jaxpr, applied, inputs, old, old, consts, not is_plain)
+        return _selected(jaxpr, applied, [*consts, *inputs, *old], old, not is_plain)
 
     def branch(applied: Flag, inputs: Arrays, old: Arrays, consts: Arrays) -> Arrays:
         # Discarded values must not be differentiated either: their derivatives may be
@@ -110,7 +110,7 @@ def _step_of_lists(jaxpr: Jaxpr) -> Function:
         # 1, because their NaNs would spread to the derivatives of the state.
         inputs = unless(applied, inputs, jnp.ones_like)
         read, consts = unless(applied, (old, consts), lax.stop_gradient)
-        return _selected(jaxpr, applied, inputs, old, read, consts)
+        return _selected(jaxpr, applied, [*consts, *inputs, *read], old)
 
     if jaxpr.effects:  # JAX allows no effects in `custom_jvp` functions
         return step
@@ -121,15 +121,9 @@ def _step_of_lists(jaxpr: Jaxpr) -> Function:
 
 
 def _selected(
-    jaxpr: Jaxpr,
-    applied: Flag,
-    inputs: Arrays,
-    old: Arrays,
-    read: Arrays,
-    consts: Arrays,
-    at_once: bool = False,
+    jaxpr: Jaxpr, applied: Flag, arguments: Arrays, old: Arrays, at_once: bool = False
 ) -> list[jax.Array]:
-    """Runs the update on the state `read`; selects each leaf `at_once`, or at the end.
+    """Runs the update, and selects each leaf of its state `at_once`, or at the end.
 
     If a leaf were selected after the update, two kernels would read the old leaf: the
     one that writes the new leaf, and the one that computes the updates. XLA:CPU runs
@@ -147,7 +141,7 @@ def _selected(
     def select(var: Var, value: jax.Array) -> jax.Array:
         return lax.select(applied, value, old_of[var]) if var in old_of else value
 
-    leaves = evaluate_all(jaxpr, [*inputs, *read], consts, select)
+    leaves = evaluate_all(jaxpr, arguments, change=select)
     state = []
     for var, new, leaf in zip(jaxpr.outvars[count:], leaves[count:], old, strict=True):
         # A second select would be one more operation in every kernel. If an optimizer

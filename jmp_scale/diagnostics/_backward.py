@@ -88,7 +88,7 @@ def start_of(function: str, loss_scale: LossScale | ArrayLike | None) -> Start:
     if loss_scale is None:
         return Start(2.0**15, True)
     adjusts = isinstance(loss_scale, LossScale) and jax.tree.leaves(loss_scale)
-    return Start(float(scale_value(function, loss_scale)), bool(adjusts))
+    return Start(scale_value(function, loss_scale), bool(adjusts))
 
 
 def concrete_arrays(

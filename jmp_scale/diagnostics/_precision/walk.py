@@ -82,11 +82,12 @@ class Walk:
         place = functools.cache(lambda: place_of(eqn, outer.place()))
         equation = Equation(eqn, place, backward, outer.times, ins)
         loop = _jaxpr.loop_of(eqn)
+        inside = equation._replace(times=outer.times * _jaxpr.repeats(eqn))
         if loop is not None:
-            return self._loop(equation, loop)
+            return self._loop(inside, loop)
         bodies = [] if equation.name in _KERNELS else _jaxpr.subjaxprs(eqn)
         if bodies and not equation.name.startswith(_COMBINE):
-            return self._nested(equation, bodies)
+            return self._nested(inside, bodies)
         if equation.name not in _jaxpr.known_primitives():
             self.unread.append(equation)
         return self._operation(equation)
@@ -108,8 +109,6 @@ class Walk:
 
     def _nested(self, equation: Equation, bodies: list[Program]) -> list[Fact]:
         eqn, name = equation.eqn, equation.name
-        # Shapes in a shard_map are those of one device, but all devices compute.
-        equation = equation._replace(times=equation.times * _jaxpr.mesh_size(eqn))
         ins = equation.ins[1:] if name == "cond" else equation.ins
         is_read = name == "cond" or (len(bodies) == 1 and name not in _CONTROL)
         if is_read and all(fits(b, len(ins), len(eqn.outvars)) for b in bodies):
@@ -132,8 +131,7 @@ class Walk:
             for v in loop.carries
         ]
         slices = [replace(fact, varying=fact.varying | {v}) for fact, v in scanned]
-        inside = equation._replace(times=equation.times * (loop.trips or 1))
-        outs = self._run(loop.body, [*ins[: loop.consts], *starts, *slices], inside)
+        outs = self._run(loop.body, [*ins[: loop.consts], *starts, *slices], equation)
         if equation.backward or not self._differentiated:
             for carry, out in zip(loop.carries, outs, strict=False):
                 addition = out.sums.get(carry)

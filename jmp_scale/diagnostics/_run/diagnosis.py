@@ -108,7 +108,7 @@ def diagnose_nonfinite(
       ValueError: as `precision_report`.
     """
     function = "diagnose_nonfinite"
-    s = float(scale_value(function, loss_scale))
+    s = scale_value(function, loss_scale)
     loss = Loss(function, fun, args, argnums, has_aux, transform)
     arrays, rejoin = concrete_arrays(function, args)
     leaves = jax.tree_util.tree_leaves_with_path(args)

@@ -14,7 +14,6 @@ from typing import Any
 
 import _tables
 import jax
-import numpy as np
 from _tables import Table as Table
 from tqdm import tqdm
 
@@ -23,11 +22,11 @@ from jmp_scale.diagnostics._timing import Ratio, seconds_of
 
 PACKAGES = "jax jaxlib libtpu jax-cuda12-plugin optax flax jmp mixed-precision-for-JAX"
 PACKAGES += " equinox torch keras"
-AA_LIMITS = (0.9, 1.1)
 MEMORY = "temporaries, MB"
+PAIRS = 9  # of times
 
 
-def paired_ratio(run, base, pairs, label) -> Ratio:
+def paired_ratio(run, base, label) -> Ratio:
     """Time of `run` over that of `base`, each pair measured as base, run, base.
 
     The mean of the two outer times is the pair's base time, which cancels a linear
@@ -36,15 +35,10 @@ def paired_ratio(run, base, pairs, label) -> Ratio:
     calls = max(1, round(0.1 / max(_warm_up(base), 1e-5)))
     _warm_up(run)
     ratios = []
-    for _ in tqdm(range(pairs), desc=label, leave=False):
+    for _ in tqdm(range(PAIRS), desc=label, leave=False):
         before, own, after = (seconds_of(f, calls) for f in (base, run, base))
         ratios.append(2 * own / (before + after))
     return Ratio.of(ratios)
-
-
-def is_quiet(control: Ratio) -> bool:
-    """Whether an A/A control (a program against itself) shows an idle machine."""
-    return AA_LIMITS[0] <= control.median <= AA_LIMITS[1]
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -58,12 +52,6 @@ def add_several(arguments, flag, choices, default, text) -> None:
     """An argument of one or more of the choices."""
     given = {"choices": list(choices), "default": list(default)}
     arguments.add_argument(flag, nargs="+", **given, help=text)
-
-
-def relative_error(got, exact) -> float:
-    """Norm of the difference over the norm, in float64."""
-    got, exact = np.asarray(got, np.float64), np.asarray(exact, np.float64)
-    return float(np.linalg.norm(got - exact) / np.linalg.norm(exact))
 
 
 def round_as_written() -> None:

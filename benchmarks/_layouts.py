@@ -3,7 +3,6 @@
 The batch is split over the axis `data`, layers are over the axis `model`.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import _targets
@@ -26,13 +25,11 @@ class Layout(NamedTuple):
     Attributes:
       fsdp: parameters are split over `data`.
       tensor_parallel: weights and the vocabulary are split over `model`.
-      sequence_parallel: positions are, between the products of a block.
       shard_map: the program is that of one device, and averages gradients itself.
     """
 
     fsdp: bool = False
     tensor_parallel: bool = False
-    sequence_parallel: bool = False
     shard_map: bool = False
 
     def mesh(self, target: _targets.Target) -> Mesh:
@@ -42,13 +39,11 @@ class Layout(NamedTuple):
 
     def model(self, sizes: Transformer, mesh: Mesh, *, scanned: bool) -> Model:
         """Pins the stream of a scan, which XLA does not place well by itself."""
-        pinned: Any = {}
-        if self.sequence_parallel:
-            pinned["stream"] = _pin(mesh, "data", "model", None)
-            pinned["branch"] = _pin(mesh, "data", None, None)
-        elif scanned and not self.shard_map:
-            pinned["stream"] = _pin(mesh, "data", None, None)
-        return transformer(sizes, scanned=scanned, **pinned)
+        if not scanned or self.shard_map:
+            return transformer(sizes, scanned=scanned)
+        sharding = NamedSharding(mesh, P("data", None, None))
+        pin = lambda x: lax.with_sharding_constraint(x, sharding)  # noqa: E731
+        return transformer(sizes, scanned=scanned, stream=pin)
 
     def place(self, params: Any, mesh: Mesh) -> Any:
         """Types of the parameters with their shardings."""
@@ -82,7 +77,6 @@ LAYOUTS = {
     "FSDP": Layout(fsdp=True),
     "TP": Layout(tensor_parallel=True),
     "FSDPxTP": Layout(fsdp=True, tensor_parallel=True),
-    "sequence": Layout(tensor_parallel=True, sequence_parallel=True),
     "shard_map": Layout(shard_map=True),
 }
 
@@ -91,8 +85,3 @@ def placed(leaf: Any, mesh: Mesh, *axes: str | None) -> jax.ShapeDtypeStruct:
     """A type with its sharding."""
     sharding = NamedSharding(mesh, P(*axes))
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _pin(mesh: Mesh, *axes: str | None) -> Callable[[jax.Array], jax.Array]:
-    sharding = NamedSharding(mesh, P(*axes))
-    return lambda x: lax.with_sharding_constraint(x, sharding)

@@ -47,22 +47,21 @@ def transformer(
     *,
     scanned: bool = False,
     stream: Callable[[jax.Array], jax.Array] = lambda x: x,
-    branch: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> Model:
     """With tied embeddings, unrolled or a `lax.scan`; 16 leaves a layer and 4 more.
 
-    `stream` and `branch` say where arrays (batch, position, width) lie: those that are
-    added up from block to block, and what attention and the MLP read.
+    `stream` says where the arrays (batch, position, width) lie that are added up from
+    block to block.
     """
 
     def loss(params, batch, dtype, checkpointed=False):
         def block(x, layer):
             layer = cast(layer, dtype)
             heads = (*x.shape[:2], sizes.heads, sizes.width // sizes.heads)
-            y = branch(normalize(x, layer["norm1"]))
+            y = normalize(x, layer["norm1"])
             y = _attend(*(_dense(y, layer[name]).reshape(heads) for name in "qkv"))
             x = x + stream(_dense(y.reshape(x.shape), layer["o"]))
-            y = _dense(branch(normalize(x, layer["norm2"])), layer["up"])
+            y = _dense(normalize(x, layer["norm2"]), layer["up"])
             return x + stream(_dense(jax.nn.gelu(y), layer["down"]))
 
         block = jax.checkpoint(block) if checkpointed else block

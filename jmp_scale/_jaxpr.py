@@ -76,6 +76,8 @@ CHEAP = LINEAR - {"gather"} | words("""
 ANY_DTYPE = (CHEAP | words("dynamic_update_slice gather ppermute split")) - words("""
     bitcast_convert_type convert_element_type iota nextafter
 """)
+# Operands may be scalars, or have axes of size 1 for larger ones of the result.
+REPEATS = words("add atan2 div max min mul pow rem sub")
 # Of references to arrays.
 REFERENCES = words("addupdate freeze get new_ref swap")
 # Parts of the names of primitives that wait for a condition, or pass their operands to

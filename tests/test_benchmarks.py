@@ -139,7 +139,8 @@ def test_a_state_has_the_bytes_of_the_table(row):
 
 COMMANDS = {
     half_storage: (
-        "--tasks digits --rates 1e-3 --seeds 2 --steps 20 --optimizers Lion",
+        "--parts parameters averages --tasks digits --rates 1e-3 --seeds 2 --steps 20 "
+        "--optimizers Lion",
         "### Lion, learning rate 1e-3, by step\n",
     ),
     autocast: (

@@ -17,9 +17,8 @@ from ..._jaxpr import Atom, Loop, Program, bare, dtype_name, fits, open_jaxpr
 from ..._policy import is_half
 from ..._types import Leaf
 from .._source import Place, place_of
-from .equation import Equation, Fact, Finding, SourceLine
-from .facts import join, of_constant, of_type, transfer
-from .rules import faults, half_carry
+from .facts import Equation, Fact, SourceLine, join, of_constant, of_type, transfer
+from .rules import Finding, faults, half_carry
 
 # These primitives have a jaxpr of scalars that combines two elements.
 _COMBINE = ("reduce", "scatter", "select_and", "arg")

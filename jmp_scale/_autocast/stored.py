@@ -16,7 +16,7 @@ from .. import _jaxpr, _jaxpr_rewrite
 from .._jaxpr import Atom, Jaxpr, JaxprEqn, Literal, Program, Var, variables
 from .._policy import is_half
 from .higher_order import is_entered
-from .products import is_partly_float32, looks_up_rows
+from .products import is_partly_float32, looks_up_rows, mesh_of
 
 _FLOAT32 = np.dtype("float32")
 
@@ -37,7 +37,8 @@ def is_in_half(atom: Atom) -> bool:
 
 def widened(jaxpr: Jaxpr, stored: Iterable[Var]) -> Widened:
     """Makes float32 variables of `stored`, and of what is computed from them alone."""
-    program = _Program(stored)
+    tables = (eqn.invars[0] for eqn in jaxpr.eqns if looks_up_rows(eqn))
+    program = _Program(stored, variables(tables))
     inputs = [program.renamed.get(v, v) for v in jaxpr.invars]
     for eqn in jaxpr.eqns:
         program.add(eqn)
@@ -49,13 +50,14 @@ def widened(jaxpr: Jaxpr, stored: Iterable[Var]) -> Widened:
 class _Program:
     """The equations of a program, which are added one by one."""
 
-    def __init__(self, stored: Iterable[Var]) -> None:
+    def __init__(self, stored: Iterable[Var], tables: Iterable[Var]) -> None:
         self.eqns: list[JaxprEqn] = []
         self.renamed: dict[Var, Var] = {}
         self.dtypes: dict[Var, np.dtype] = {}
         self.halves: set[Var] = set()
         self._casts: dict[Var, Atom] = {}  # casts to float32: the result, the operand
         self._plain: set[Var] = set()  # computed from integers and literals alone
+        self._tables = {*tables}
         self._rows: set[Var] = set()  # of tables, that data chooses
         for v in stored:
             self._rename(v)
@@ -109,10 +111,14 @@ class _Program:
             return self._is_renamed(eqn.invars[0])
         if name in _jaxpr.PRODUCTS:
             return is_partly_float32(eqn)
-        # A cast belongs to one mesh, and a reshard may lead from one to another.
+        if name == "reshard":
+            # Devices add up the gradients of matrices in half precision, those of rows
+            # in float32. A cast belongs to one mesh.
+            (table,), (result,) = eqn.invars, eqn.outvars
+            stays = mesh_of(table) == mesh_of(result) and result not in self._tables
+            return not (is_alone and stays)
         # `add_any` adds up cotangents, where the program has gradients itself.
-        is_sum = name in ("add_any", "reshard")
-        return is_sum or (is_alone and name in _jaxpr.ANY_DTYPE)
+        return name == "add_any" or (is_alone and name in _jaxpr.ANY_DTYPE)
 
     def _is_renamed(self, atom: Atom) -> bool:
         return isinstance(atom, Var) and atom in self.renamed

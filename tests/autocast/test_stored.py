@@ -539,6 +539,18 @@ def test_second_derivatives_too():
     assert np.linalg.norm(found - wanted) < 0.01 * np.linalg.norm(wanted)
 
 
+def test_devices_gather_a_matrix_and_add_up_its_gradient_in_half():
+    def loss(w):
+        return near(jnp.tanh(X[0] @ jax.sharding.reshard(w, P())))
+
+    with jax.set_mesh(EXPLICIT):
+        half = jax.device_put(W.astype("bfloat16"), P(EXPLICIT.axis_names[0]))
+        gradient = jax.make_jaxpr(jax.grad(autocast(loss, "bfloat16")))(half)
+    moves = [e for e in _jaxpr.equations(gradient) if e.primitive.name == "reshard"]
+    sent = [v for e in moves for v in e.outvars if _jaxpr.shape(v) == W.shape]
+    assert {*map(_jaxpr.dtype_name, sent)} == {"bfloat16"}
+
+
 def constants_of_loops(jaxpr):
     """Shapes of the float32 arrays that loops read in each turn."""
     for eqn in _jaxpr.equations(jaxpr):

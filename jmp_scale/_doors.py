@@ -1,7 +1,9 @@
 """The error for names that `jmp_scale` does not have, such as PyTorch's."""
 
-import sys
+import itertools
 from typing import NoReturn
+
+from ._validation import callers
 
 
 def __getattr__(name: str) -> NoReturn:
@@ -10,7 +12,7 @@ def __getattr__(name: str) -> NoReturn:
     if name != "GradScaler":
         raise AttributeError(text)
     # `from jmp_scale import GradScaler` has words of its own for an AttributeError.
-    importing = sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap"
-    error = ImportError if importing else AttributeError
+    (_, importer), *_ = itertools.islice(callers(), 1, None)
+    error = ImportError if importer == "importlib._bootstrap" else AttributeError
     cure = "with_loss_scale(tx, jmp_scale.DynamicLossScale())"
     raise error(f"{text}; write jmp_scale.{cure}")

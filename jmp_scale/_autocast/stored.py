@@ -163,7 +163,7 @@ class _Program:
 
 
 def _read_in_each_turn(eqn: JaxprEqn) -> list[Var]:
-    loop = _jaxpr.loop_of(eqn) if eqn.primitive.name == "scan" else None
+    loop = _jaxpr.scan_of(eqn)
     return variables(eqn.invars[: loop.consts]) if loop else []
 
 
@@ -171,14 +171,12 @@ def _results_in_float32(eqn: JaxprEqn, flags: Sequence[bool]) -> list[bool]:
     """Tells which results of a call are computed from float32 operands alone."""
     if not any(map(is_in_half, eqn.outvars)):
         return [False] * len(eqn.outvars)
-    bodies, loop = _jaxpr.subjaxprs(eqn), None
-    if eqn.primitive.name == "cond":
-        flags = flags[1:]
-    elif eqn.primitive.name == "scan":
-        loop = _jaxpr.loop_of(eqn)
-    else:
-        bodies = bodies[:1]
+    bodies, loop = _jaxpr.subjaxprs(eqn), _jaxpr.scan_of(eqn)
     if loop is None:
+        if eqn.primitive.name == "cond":
+            flags = flags[1:]
+        else:
+            bodies = bodies[:1]
         results = (_outputs_in_float32(body, flags) for body in bodies)
         return [all(each) for each in zip(*results, strict=True)]
     first, last = loop.consts, loop.consts + loop.carry

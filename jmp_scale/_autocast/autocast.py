@@ -25,7 +25,7 @@ import jax
 from jax.typing import DTypeLike
 
 from .. import _jaxpr
-from .._jaxpr import Program
+from .._jaxpr import PRODUCTS, Program
 from .._policy import checked_half
 from .._tree import FlatCall, is_module
 from .._validation import require_bool, require_function, warn
@@ -33,9 +33,9 @@ from .higher_order import as_dtypes
 from .interpreter import Interpreter, Notes
 from .linear import Traces
 from .marks import checked_names, is_unscaled, tracing
-from .products import is_partly_half
 from .provenance import Origin
 from .recompute.units import RecomputingInterpreter
+from .stored import is_in_half
 
 F = TypeVar("F", bound=Callable[..., Any])
 _CLOSURE = (
@@ -180,7 +180,9 @@ def _warn_of_names(option: str, names: frozenset[str], notes: Notes) -> None:
 
 def _warn_of_nothing(jaxpr: Program, notes: Notes) -> None:
     """Warns once where no product became half precision."""
-    if not notes.any_half and not any(map(is_partly_half, _jaxpr.equations(jaxpr))):
+    products = (e for e in _jaxpr.equations(jaxpr) if e.primitive.name in PRODUCTS)
+    atoms = (v for e in products for v in (*e.invars, *e.outvars))
+    if not notes.any_half and not any(map(is_in_half, atoms)):
         notes.warn_once(
             "no product",
             "autocast: no product became half precision: there is none, or all are of "

@@ -168,8 +168,7 @@ class Interpreter:
     ) -> None:
         """Adds values; those that have names are named."""
         for v, x in results.items():
-            is_named = v in reading.names
-            values[v] = self.named(v, x, reading, values) if is_named else x
+            values[v] = self.named(v, x, reading, values) if v in reading.names else x
 
     def named(
         self, v: Var, x: jax.Array, reading: Reading, values: Values

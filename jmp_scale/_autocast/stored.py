@@ -16,7 +16,7 @@ from .. import _jaxpr, _jaxpr_rewrite
 from .._jaxpr import Atom, Jaxpr, JaxprEqn, Literal, Program, Var, variables
 from .._policy import is_half
 from .higher_order import is_entered
-from .products import is_partly_float32, looks_up_rows
+from .products import looks_up_rows
 
 _FLOAT32 = np.dtype("float32")
 
@@ -106,7 +106,8 @@ class _Program:
         if name in _jaxpr.REFERENCES:
             return self._is_renamed(eqn.invars[0])
         if name in _jaxpr.PRODUCTS:
-            return is_partly_float32(eqn)
+            is_partly_float32 = any(map(_jaxpr.is_float32, eqn.invars[:2]))
+            return is_partly_float32 and _jaxpr.is_float32(eqn.outvars[0])
         # A cast belongs to one mesh, and a reshard may lead from one to another.
         return name == "reshard" or (is_alone and name in _jaxpr.ANY_DTYPE)
 

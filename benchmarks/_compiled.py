@@ -7,7 +7,6 @@ from typing import Any
 import _hlo
 import _traffic
 import jax
-import jax.numpy as jnp
 
 # Else XLA:GPU may leave out a cast to half precision and back, so that nothing is
 # rounded or overflows.
@@ -82,17 +81,3 @@ def figures(compiled, target=None, compile_seconds=0.0) -> Figures:
         cycles=_traffic.estimated_cycles(module),
         compile_seconds=compile_seconds,
     )
-
-
-def compilations(step, carry, batch, steps=5) -> int:
-    """Compilations over `steps` steps, which may move nothing to or from the host."""
-    # Their number does not depend on the passes, and fusion is what takes the time.
-    jitted = jax.jit(
-        step, donate_argnums=0, compiler_options={"xla_disable_hlo_passes": "fusion"}
-    )
-    # The cache counts a NumPy array apart, though nothing is compiled.
-    carry = jax.tree.map(jnp.copy, carry)
-    with jax.transfer_guard("disallow"):
-        for _ in range(steps):
-            carry, _ = jitted(carry, batch)
-    return jitted._cache_size()

@@ -226,9 +226,7 @@ LARGE = {
     "mixer8": mixer(8, 64, 256, 768),
     "gpt12-scan": transformer(GPT(12), scanned=True),
     "gpt4": transformer(GPT(4)),
-    "gpt8": transformer(GPT(8)),
     "gpt4-V50257": transformer(Transformer(4)),
-    "gpt4-no-scores": transformer(GPT(4), keep_scores=False),
     "equinox4": equinox(GPT(4)),
 }
 DEEP = {

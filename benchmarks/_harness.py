@@ -1,7 +1,6 @@
 """What all benchmarks share: arguments, a timing loop, the report."""
 
 import argparse
-import dataclasses
 import importlib.metadata
 import json
 import os
@@ -15,7 +14,6 @@ from typing import Any
 
 import _tables
 import jax
-import numpy as np
 from _tables import Table as Table
 from tqdm import tqdm
 
@@ -24,10 +22,11 @@ from jmp_scale.diagnostics._timing import Ratio, seconds_of
 
 PACKAGES = "jax jaxlib libtpu jax-cuda12-plugin optax flax jmp mixed-precision-for-JAX"
 PACKAGES += " equinox torch keras"
-AA_LIMITS = (0.9, 1.1)
+MEMORY = "temporaries, MB"
+PAIRS = 9  # of times
 
 
-def paired_ratio(run, base, pairs, label) -> Ratio:
+def paired_ratio(run, base, label) -> Ratio:
     """Time of `run` over that of `base`, each pair measured as base, run, base.
 
     The mean of the two outer times is the pair's base time, which cancels a linear
@@ -36,37 +35,23 @@ def paired_ratio(run, base, pairs, label) -> Ratio:
     calls = max(1, round(0.1 / max(_warm_up(base), 1e-5)))
     _warm_up(run)
     ratios = []
-    for _ in tqdm(range(pairs), desc=label, leave=False):
+    for _ in tqdm(range(PAIRS), desc=label, leave=False):
         before, own, after = (seconds_of(f, calls) for f in (base, run, base))
         ratios.append(2 * own / (before + after))
     return Ratio.of(ratios)
 
 
-def is_quiet(control: Ratio) -> bool:
-    """Whether an A/A control (a program against itself) shows an idle machine."""
-    return AA_LIMITS[0] <= control.median <= AA_LIMITS[1]
-
-
 def parser(description: str) -> argparse.ArgumentParser:
-    """The arguments that all benchmarks have."""
-    result = argparse.ArgumentParser(
+    """A parser that says the defaults."""
+    return argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    text = "file to write tables and versions to"
-    result.add_argument("--json", type=pathlib.Path, help=text)
-    return result
 
 
 def add_several(arguments, flag, choices, default, text) -> None:
     """An argument of one or more of the choices."""
     given = {"choices": list(choices), "default": list(default)}
     arguments.add_argument(flag, nargs="+", **given, help=text)
-
-
-def relative_error(got, exact) -> float:
-    """Norm of the difference over the norm, in float64."""
-    got, exact = np.asarray(got, np.float64), np.asarray(exact, np.float64)
-    return float(np.linalg.norm(got - exact) / np.linalg.norm(exact))
 
 
 def round_as_written() -> None:
@@ -79,25 +64,47 @@ def round_as_written() -> None:
     os.environ["XLA_FLAGS"] = flags + " --xla_allow_excess_precision=false"
 
 
-def report(tables, json_path, device=None):
+class Kept:
+    """Rows of a benchmark, as JSON in a file if there is one.
+
+    Those that are in it are not measured again.
+    """
+
+    def __init__(self, path: pathlib.Path | None) -> None:
+        is_there = path is not None and path.exists()
+        self.path = path
+        self.rows: dict[str, Any] = json.loads(path.read_text()) if is_there else {}
+
+    def measure(self, name: str, measure: Callable[..., Any], *args: Any) -> None:
+        """Adds the figures `measure(*args)` as a row."""
+        if name in self.rows:
+            return
+        try:
+            self.rows[name] = measure(*args)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            self.rows[name] = {MEMORY: float("inf")}  # more than the machine has
+        if self.path is not None:
+            self.path.write_text(json.dumps(self.rows, indent=1) + "\n")
+
+
+def add_resume(arguments) -> None:
+    """The argument of the file of `Kept`."""
+    arguments.add_argument("--resume", type=pathlib.Path, help="file of measured rows")
+
+
+def report(tables, device=None):
     """Prints the tables as Markdown, below the machine and the versions."""
     if device is None:
         kind = jax.devices()[0].device_kind
         device = f"{jax.device_count()} x {kind} ({_processor()})"
     command = shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])
-    data = {
-        "command": f"python benchmarks/{command}",
-        "date": time.strftime("%Y-%m-%d"),
-        "device": device,
-        "versions": {"python": platform.python_version()} | _versions(),
-        "tables": [dataclasses.asdict(table) for table in tables],
-    }
-    versions = ", ".join(" ".join(pair) for pair in data["versions"].items())
-    print(f"`{data['command']}`, {data['date']}, {device}; {versions}.\n")
+    versions = {"python": platform.python_version()} | _versions()
+    used = ", ".join(" ".join(pair) for pair in versions.items())
+    date = time.strftime("%Y-%m-%d")
+    print(f"`python benchmarks/{command}`, {date}, {device}; {used}.\n")
     print(_tables.markdown(tables))
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(data, indent=1, default=str) + "\n")
 
 
 def _warm_up(run: Callable[[], Any]) -> float:

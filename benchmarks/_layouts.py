@@ -3,14 +3,13 @@
 The batch is split over the axis `data`, layers are over the axis `model`.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import _targets
 import jax
 from _models import Model, Transformer, transformer
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 MODEL_DEVICES = 4  # that share a layer
@@ -26,34 +25,25 @@ class Layout(NamedTuple):
     Attributes:
       fsdp: parameters are split over `data`.
       tensor_parallel: weights and the vocabulary are split over `model`.
-      sequence_parallel: positions are, between the products of a block.
       shard_map: the program is that of one device, and averages gradients itself.
     """
 
     fsdp: bool = False
     tensor_parallel: bool = False
-    sequence_parallel: bool = False
     shard_map: bool = False
 
-    def mesh(self, target: _targets.Target, kind: AxisType = AxisType.Auto) -> Mesh:
+    def mesh(self, target: _targets.Target) -> Mesh:
         shared = MODEL_DEVICES if self.tensor_parallel else 1
         axes = {"data": target.chips // shared}
-        return target.mesh_of(axes | ({"model": shared} if shared > 1 else {}), kind)
+        return target.mesh_of(axes | ({"model": shared} if shared > 1 else {}))
 
     def model(self, sizes: Transformer, mesh: Mesh, *, scanned: bool) -> Model:
-        """Pins the stream of a scan, which XLA does not place well by itself.
-
-        With Explicit axes a program gathers its parameters itself.
-        """
-        pinned: Any = {}
-        if self.fsdp and AxisType.Explicit in mesh.axis_types:
-            pinned["weight"] = _pin(mesh)
-        if self.sequence_parallel:
-            pinned["stream"] = _pin(mesh, "data", "model", None)
-            pinned["branch"] = _pin(mesh, "data", None, None)
-        elif scanned and not self.shard_map:
-            pinned["stream"] = _pin(mesh, "data", None, None)
-        return transformer(sizes, scanned=scanned, **pinned)
+        """Pins the stream of a scan, which XLA does not place well by itself."""
+        if not scanned or self.shard_map:
+            return transformer(sizes, scanned=scanned)
+        sharding = NamedSharding(mesh, P("data", None, None))
+        pin = lambda x: lax.with_sharding_constraint(x, sharding)  # noqa: E731
+        return transformer(sizes, scanned=scanned, stream=pin)
 
     def place(self, params: Any, mesh: Mesh) -> Any:
         """Types of the parameters with their shardings."""
@@ -87,7 +77,6 @@ LAYOUTS = {
     "FSDP": Layout(fsdp=True),
     "TP": Layout(tensor_parallel=True),
     "FSDPxTP": Layout(fsdp=True, tensor_parallel=True),
-    "sequence": Layout(tensor_parallel=True, sequence_parallel=True),
     "shard_map": Layout(shard_map=True),
 }
 
@@ -96,26 +85,3 @@ def placed(leaf: Any, mesh: Mesh, *axes: str | None) -> jax.ShapeDtypeStruct:
     """A type with its sharding."""
     sharding = NamedSharding(mesh, P(*axes))
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def place_state(state: Any, params: Any, mesh: Mesh) -> Any:
-    """Types of an optimizer's state: what looks like the parameters lies like them."""
-    structure = jax.tree.structure(params)
-    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
-
-    def is_alike(tree: Any) -> bool:
-        return jax.tree.structure(tree) == structure
-
-    def place(tree: Any) -> Any:
-        if not is_alike(tree):
-            return placed(tree, mesh)
-        return jax.tree.map(lambda leaf, spec: placed(leaf, mesh, *spec), tree, specs)
-
-    return jax.tree.map(place, state, is_leaf=is_alike)
-
-
-def _pin(mesh: Mesh, *axes: str | None) -> Callable[[jax.Array], jax.Array]:
-    sharding = NamedSharding(mesh, P(*axes))
-    is_explicit = AxisType.Explicit in mesh.axis_types
-    pin = jax.sharding.reshard if is_explicit else lax.with_sharding_constraint
-    return lambda x: pin(x, sharding)

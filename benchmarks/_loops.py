@@ -5,7 +5,7 @@ the x of each step and returns the parameter and the loss scale after it. torch 
 keras run in the same way; the latter on JAX.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import _steps
 import jax
@@ -114,12 +114,11 @@ def train_torch(xs, s=8.0, period=2000, tx: str | None = None):
     return steps
 
 
-def train_keras(xs, s=8.0, period=2000, tx: Any = None):
-    """`tx` is the name of a keras optimizer or makes one, default SGD."""
+def train_keras(xs, s=8.0, period=2000, tx: str | None = None):
+    """`tx` is the name of a keras optimizer, default SGD."""
     import keras
 
-    make = tx if callable(tx) else lambda: getattr(keras.optimizers, tx)(0.1)
-    inner = make() if tx else keras.optimizers.SGD(1.0)
+    inner = getattr(keras.optimizers, tx)(0.1) if tx else keras.optimizers.SGD(1.0)
     optimizer = keras.optimizers.LossScaleOptimizer(
         inner, initial_scale=s, dynamic_growth_steps=period
     )

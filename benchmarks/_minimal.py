@@ -15,13 +15,14 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_scale
 
+HALF = jnp.bfloat16
 # How a loss of (parameters, batch, dtype), where None is float32, becomes one of two
 # arguments. The last is given parameters that are stored in half precision.
 HALF_PARAMETERS = "autocast, half parameters"
 PROGRAMS: dict[str, Callable[..., Callable[[Any, Any], jax.Array]]] = {
-    "by hand": lambda loss, half: lambda params, batch: loss(params, batch, half),
-    "autocast": lambda loss, half: jmp_scale.autocast(
-        lambda params, batch: loss(params, batch, None), half
+    "by hand": lambda loss: lambda params, batch: loss(params, batch, HALF),
+    "autocast": lambda loss: jmp_scale.autocast(
+        lambda params, batch: loss(params, batch, None), HALF
     ),
 }
 PROGRAMS[HALF_PARAMETERS] = PROGRAMS["autocast"]
@@ -161,25 +162,21 @@ MINIMAL |= _heads()
 
 
 def compile_minimal(
-    name: str,
-    target: Target,
-    program: str = "autocast",
-    half: Any = jnp.bfloat16,
-    step: str = "gradient",
+    name: str, target: Target, program: str, forward: bool = False
 ) -> Any:
-    """Value and gradient, each gradient placed like its parameter; or "loss" alone."""
+    """Value and gradient, each gradient placed like its parameter; or the loss."""
     minimal = MINIMAL[name]
     mesh = minimal.mesh(target)
 
     def place(shape: Any, spec: P, dtype: Any) -> jax.ShapeDtypeStruct:
         return placed(jax.ShapeDtypeStruct(shape, dtype), mesh, *spec)
 
-    stored = half if program == HALF_PARAMETERS else jnp.float32
+    stored = HALF if program == HALF_PARAMETERS else jnp.float32
     params = {name: place(*how, stored) for name, how in minimal.params.items()}
     out = {name: param.sharding for name, param in params.items()}
-    loss = PROGRAMS[program](minimal.loss, half)
+    loss = PROGRAMS[program](minimal.loss)
     jitted = jax.jit(jax.value_and_grad(loss), out_shardings=(None, out))
-    if step == "loss":
+    if forward:
         jitted = jax.jit(loss)
     is_explicit = minimal.axes == AxisType.Explicit
     with jax.set_mesh(mesh) if is_explicit else contextlib.nullcontext():

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 
 class Model(NamedTuple):
@@ -47,33 +46,28 @@ def transformer(
     sizes: Transformer,
     *,
     scanned: bool = False,
-    keep_scores: bool = True,
     stream: Callable[[jax.Array], jax.Array] = lambda x: x,
-    branch: Callable[[jax.Array], jax.Array] = lambda x: x,
-    weight: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> Model:
     """With tied embeddings, unrolled or a `lax.scan`; 16 leaves a layer and 4 more.
 
-    `stream`, `branch` and `weight` say where arrays lie: those that are added up from
-    block to block, what attention and the MLP read, each (batch, position, width), and
-    parameters where they are used.
+    `stream` says where the arrays (batch, position, width) lie that are added up from
+    block to block.
     """
-    attend = _attend if keep_scores else jax.checkpoint(_attend)
 
     def loss(params, batch, dtype, checkpointed=False):
         def block(x, layer):
-            layer = jax.tree.map(weight, cast(layer, dtype))
+            layer = cast(layer, dtype)
             heads = (*x.shape[:2], sizes.heads, sizes.width // sizes.heads)
-            y = branch(normalize(x, layer["norm1"]))
-            y = attend(*(_dense(y, layer[name]).reshape(heads) for name in "qkv"))
+            y = normalize(x, layer["norm1"])
+            y = _attend(*(_dense(y, layer[name]).reshape(heads) for name in "qkv"))
             x = x + stream(_dense(y.reshape(x.shape), layer["o"]))
-            y = _dense(branch(normalize(x, layer["norm2"])), layer["up"])
+            y = _dense(normalize(x, layer["norm2"]), layer["up"])
             return x + stream(_dense(jax.nn.gelu(y), layer["down"]))
 
         block = jax.checkpoint(block) if checkpointed else block
         tokens, layers = batch["tokens"], params["layers"]
-        rest = jax.tree.map(weight, cast(params | {"layers": None}, dtype))
-        x = _look_up(rest["tokens"], tokens) + rest["positions"][None]
+        rest = cast(params | {"layers": None}, dtype)
+        x = rest["tokens"][tokens] + rest["positions"][None]
         # Parameters may be stored in half precision, and the program be float32.
         x = stream(wide(x) if dtype is None else x)
         if scanned:
@@ -119,15 +113,6 @@ def _transformer_params(sizes, key):
         "layers": [layer() for _ in range(sizes.layers)],
         "norm": norm(),
     }
-
-
-def _look_up(table, tokens):
-    """Rows of the table. Explicit axes ask where these lie: as the tokens do."""
-    sharding = jax.typeof(tokens).sharding
-    if AxisType.Explicit not in sharding.mesh.axis_types:
-        return table[tokens]
-    rows = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, None))
-    return table.at[tokens].get(out_sharding=rows)
 
 
 def _dense(x, layer):

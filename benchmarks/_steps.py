@@ -23,13 +23,6 @@ def unscaled(loss_fn, tx, params):
     return _without_skip(jax.value_and_grad(loss_fn), tx, params)
 
 
-def static(loss_fn, tx, params):
-    """A constant scale and no skip, which is the least that scaling can cost."""
-    loss_scale = jmp_scale.StaticLossScale(SCALE)
-    grad_fn = jmp_scale.value_and_grad(loss_fn, loss_scale)
-    return _without_skip(grad_fn, tx, params)
-
-
 def _without_skip(grad_fn, tx, params):
     def step(carry, batch):
         params, opt_state = carry
@@ -94,7 +87,9 @@ def mpx(loss_fn, tx, params):
 
 def apply_if_finite(loss_fn, tx, params):
     """Optax has no scale of its own: a constant one is unscaled before."""
-    return static(loss_fn, optax.apply_if_finite(tx, 1000), params)
+    loss_scale = jmp_scale.StaticLossScale(SCALE)
+    grad_fn = jmp_scale.value_and_grad(loss_fn, loss_scale)
+    return _without_skip(grad_fn, optax.apply_if_finite(tx, 1000), params)
 
 
 def with_loss_scale(loss_fn, tx, params, *, guard=None):
@@ -131,7 +126,6 @@ def _verbs(library, loss_fn, tx):
 
 PEERS = {
     "unscaled": unscaled,
-    "static": static,
     "jmp": jmp,
     "flax DynamicScale": flax,
     "mpx": mpx,

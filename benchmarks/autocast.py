@@ -17,8 +17,6 @@ not measured again, so a long run may be stopped; remove those of code that has 
 import functools
 import gc
 import itertools
-import json
-import pathlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from _compiled import AS_WRITTEN, figures, options
 from _half_models import DEEP, LARGE, SMALL
-from _harness import Table
+from _harness import MEMORY, Table
 from _models import Model
 from _tables import compared
 from tqdm import tqdm
@@ -41,9 +39,7 @@ LOSS_SCALE = 2.0**15  # of gradients that are computed
 SEEDS = 20  # of the models whose errors are compared
 HALF = {"bf16": jnp.bfloat16, "f16": jnp.float16}
 MODELS = LARGE | DEEP | SMALL
-MEMORY = "temporaries, MB"
 SAVED = jax.checkpoint_policies.dots_saveable
-DEEPER = {"gpt8": "gpt4"}  # by four layers
 
 
 def _by_hand(model: Model, half: Any, checkpointed: bool = False) -> Any:
@@ -58,7 +54,6 @@ def _autocast(model: Model, half: Any, checkpointed: bool = False, **options: An
 # Losses of a model and a dtype. A checkpoint is around each block.
 PROGRAMS = {
     "by hand": _by_hand,
-    "by hand, dots_saveable": lambda *of: jax.checkpoint(_by_hand(*of), policy=SAVED),
     "by hand, checkpoint": functools.partial(_by_hand, checkpointed=True),
     "float32": lambda model, half: _by_hand(model, None),
     "autocast": _autocast,
@@ -68,29 +63,25 @@ PROGRAMS = {
         _autocast, float32_results="head"
     ),
     "autocast, dots_saveable": lambda *of: jax.checkpoint(_autocast(*of), policy=SAVED),
-    "autocast, recompute=False, dots_saveable": lambda *of: jax.checkpoint(
-        _autocast(*of, recompute=False), policy=SAVED
-    ),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
-    kept = args.resume is not None and args.resume.exists()
-    found = json.loads(args.resume.read_text()) if kept else {}
+    kept = _harness.Kept(args.resume)
     tables = []
     for part, dtype in itertools.product(args.parts, args.dtypes):
         for where in args.targets if part == "compiled" else [part]:
             if part == "compiled" and (reason := _targets.missing(where)):
                 print(f"{where}: {reason}")
                 continue
-            tables.append(_table(args, found, part, where, dtype))
-    _harness.report(tables, args.json, "compiled and traced, not run")
+            tables.append(_table(args, kept, part, where, dtype))
+    _harness.report(tables, "compiled and traced, not run")
 
 
-def _table(args: Any, found: Any, part: str, where: str, dtype: str) -> Table:
-    """Rows of one machine and dtype; measures those that are not in `found`."""
+def _table(args: Any, kept: _harness.Kept, part: str, where: str, dtype: str) -> Table:
+    """Rows of one machine and dtype."""
     measure, models, base = PARTS[part]
     rows = [(m, p) for m in models if m in args.models for p in args.programs]
 
@@ -98,22 +89,12 @@ def _table(args: Any, found: Any, part: str, where: str, dtype: str) -> Table:
         return f"{where} | {dtype} | {model} | {program}"
 
     for row in tqdm(rows, f"{where}, {dtype}"):
-        if key(*row) not in found:
-            found[key(*row)] = measure(where, HALF[dtype], *row)
-            if args.resume is not None:
-                args.resume.write_text(json.dumps(found, indent=1) + "\n")
-
-    def values(model: str, program: str) -> dict[str, float]:
-        of = dict(found.get(key(model, program), {}))
-        if of and (less := found.get(key(DEEPER.get(model, ""), program))):
-            of["MB a layer"] = (of[MEMORY] - less[MEMORY]) / 4
-        return of
-
-    columns = list(dict.fromkeys(name for row in rows for name in values(*row)))
+        kept.measure(key(*row), measure, where, HALF[dtype], *row)
+    columns = list(dict.fromkeys(name for row in rows for name in kept.rows[key(*row)]))
     table = Table(f"{where}, {{}}", ["model", "program", *columns], case=dtype)
     for model, program in rows:
-        own, bases = values(model, program), values(model, base)
-        bases = {} if program == base else bases
+        own = kept.rows[key(model, program)]
+        bases = {} if program == base else kept.rows.get(key(model, base), {})
         cells = [compared(own.get(name), bases.get(name)) for name in columns]
         table.rows.append([model, program, *cells])
     return table
@@ -125,12 +106,7 @@ def _compiled(target: str, half: Any, model: str, program: str) -> dict[str, flo
     loss = PROGRAMS[program](LARGE[model], half)
     lowered = jax.jit(jax.value_and_grad(loss)).lower(*placed)
     start = time.process_time()
-    try:
-        compiled = lowered.compile(compiler_options=options(where))
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" in str(error):
-            return {MEMORY: float("inf")}  # more than the machine has
-        raise
+    compiled = lowered.compile(compiler_options=options(where))
     seconds = time.process_time() - start
     read = figures(compiled, where)
     work = {"M cycles": read.cycles / 1e6}
@@ -203,7 +179,7 @@ def _parser() -> Any:
         ("--parts", PARTS, PARTS, "tables to make"),
     ):
         _harness.add_several(parser, flag, choices, default, text)
-    parser.add_argument("--resume", type=pathlib.Path, help="file of measured rows")
+    _harness.add_resume(parser)
     return parser
 
 

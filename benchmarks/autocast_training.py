@@ -19,6 +19,7 @@ from _harness import Table
 from tqdm import tqdm
 
 import jmp_scale
+from jmp_scale.diagnostics._timing import relative_error
 
 DEEP = "32 sigmoid layers"
 DYNAMIC = jmp_scale.DynamicLossScale(period=100)
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = list(tables.values())
     if DEEP in args.tasks:
         found.append(gradients(args.seeds))
-    _harness.report(found, args.json)
+    _harness.report(found)
 
 
 def train(task: Any, program: Program, seeds: int, steps: int) -> tuple[Any, Any]:
@@ -123,7 +124,7 @@ def gradients(seeds: int) -> Table:
             exact = jax.grad(PROGRAMS["float32"].loss(task))(params, batch)
             got = _gradient(program, task, params, batch)
             pairs = zip(jax.tree.leaves(got), jax.tree.leaves(exact), strict=True)
-            worst.append(max(_harness.relative_error(a, b) for a, b in pairs))
+            worst.append(max(relative_error(a, b) for a, b in pairs))
         table.rows.append([name, f"{np.median(worst):.2g}"])
     table.notes.append(
         "Median over the seeds of the largest of all layers' errors, relative to the "

@@ -1,10 +1,12 @@
-"""How optimizers train with parameters or moving averages stored in bfloat16.
+"""How optimizers train with parameters or averages in bfloat16, and what AdamW costs.
 
 `--parts parameters` trains a classifier of digits and the character transformer of the
 examples with AdamW, under `autocast` to bfloat16, by how the parameters are stored. "as
 float32" is said where the spread over the seeds overlaps that of float32 parameters.
 `--parts averages` trains the digits classifier in float32, so that nothing but the
 averages differs: in float32, rounded to nearest after each step, or stochastically.
+`--parts cost` compiles AdamW for GPUs and TPUs that are not there, on the parameters of
+a transformer of one layer. See the README of this folder for what to install.
 
 Starts and batches are the same in every form, and the learning rate ends at 0 (cosine).
 A loss is the mean over the last tenth of the steps.
@@ -18,15 +20,17 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import _harness
+import _targets
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _compiled import AS_WRITTEN, Figures, figures
 from _harness import Table
-from _models import cross_entropy
+from _models import Transformer, cast, cross_entropy, transformer
+from _stability_tasks import dense, tasks
 from flax import nnx
 from jax import lax
-from sklearn.datasets import load_digits
 from tqdm import tqdm
 
 import jmp_scale
@@ -50,9 +54,9 @@ class Task(NamedTuple):
 
 
 class Form(NamedTuple):
-    """How a training stores things: an optimizer, of a schedule and a key."""
+    """How a training stores things: an optimizer, of a learning rate and a key."""
 
-    make: Callable[[optax.Schedule, jax.Array], optax.GradientTransformation]
+    make: Callable[[Any, jax.Array], optax.GradientTransformation]
     dtype: Any = jnp.float32  # of the parameters
 
 
@@ -131,12 +135,31 @@ def nearest(
     return optax.GradientTransformation(init, update)  # pyright: ignore
 
 
+BOTH = {"averages": ("mu", "nu")}
+COSTS = {
+    "float32": FORMS["float32 parameters"],
+    "float32, mu_dtype": Form(lambda rate, _: optax.adamw(rate, mu_dtype=jnp.bfloat16)),
+    "float32, half states": forms_of(ROWS["AdamW, b2 .999"])["stochastic"],
+    "remainder": FORMS["remainder"],
+    "remainder, half states": Form(
+        lambda rate, key: with_half_storage(optax.adamw(rate), **BOTH, key=key),
+        jnp.bfloat16,
+    ),
+    "stochastic": FORMS["stochastic"],
+    "stochastic, half states": Form(
+        lambda rate, key: with_half_storage(
+            optax.adamw(rate), **BOTH, remainders=False, key=key
+        ),
+        jnp.bfloat16,
+    ),
+}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     _harness.round_as_written()
     parser = _harness.parser(__doc__)
-    parts = ("parameters", "averages")
     for flag, choices in (
-        ("--parts", parts),
+        ("--parts", ("parameters", "averages", "cost")),
         ("--tasks", TASKS),
         ("--optimizers", ROWS),
     ):
@@ -151,7 +174,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         tables += parameters(args)
     if "averages" in args.parts:
         tables += averages(args)
-    _harness.report(tables, args.json)
+    if "cost" in args.parts:
+        tables += costs()
+    _harness.report(tables)
 
 
 def parameters(args: Any) -> Iterator[Table]:
@@ -182,6 +207,41 @@ def averages(args: Any) -> Iterator[Table]:
             table.rows.append([name, rate, *changes(losses)])
             found.append(curves(f"{name}, learning rate {rate}", losses))
     yield from found
+
+
+def costs() -> Iterator[Table]:
+    """What an update with AdamW costs, in bytes a parameter, as compiled."""
+    init = transformer(Transformer(layers=1, vocabulary=8192)).init
+    shapes, _ = jax.eval_shape(init, jax.random.key(0))
+    count = sum(array.size for array in jax.tree.leaves(shapes))
+    columns = ["parameters", "bytes", "temporaries", "M cycles", "kernels"]
+    for name in ("h100", "tpu-v5e"):
+        if reason := _targets.missing(name):
+            print(f"{name}: {reason}")
+            continue
+        table = Table(f"AdamW, {name}", columns)
+        for form, how in COSTS.items():
+            found = cost(_targets.Target(name), shapes, how)
+            size = f"{found.bytes_accessed / count:.2f}"
+            temporaries = f"{found.temporaries / count:.3f}"
+            cycles = f"{found.cycles / 1e6:.2f}" if found.cycles else "-"
+            table.rows.append([form, size, temporaries, cycles, found.kernels])
+        yield table
+
+
+def cost(target: _targets.Target, shapes: Any, form: Form) -> Figures:
+    """Of an update, to which parameters and state are donated."""
+    tx = form.make(1e-3, jax.random.key(0))
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = jax.eval_shape(lambda tree: cast(tree, form.dtype), shapes)
+    state = jax.eval_shape(tx.init, params)
+    arguments = map(target.replicated, (params, state, params))
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments)
+    return figures(lowered.compile(compiler_options=AS_WRITTEN), target)
 
 
 def train_all(
@@ -269,19 +329,10 @@ def last_tenth(losses: np.ndarray) -> np.ndarray:
 
 
 def _digits() -> Task:
-    data = load_digits()
-    images, labels = jnp.float32(data.data / 16), jnp.int32(data.target)
-
-    def init(key: jax.Array) -> Any:
-        shapes = (64, 128), (128, 128), (128, 10)
-        keys = jax.random.split(key, len(shapes))
-        glorot = jax.nn.initializers.glorot_normal()
-        pairs = zip(keys, shapes, strict=True)
-        return [(glorot(k, shape), jnp.zeros(shape[1])) for k, shape in pairs]
+    digits = tasks()["classifier"]
 
     def examples(key: jax.Array) -> Any:
-        picks = jax.random.randint(key, [64], 0, len(images))
-        return images[picks], labels[picks]
+        return digits.examples(key, digits.batch)
 
     def loss(params: Any, batch: Any) -> jax.Array:
         x, y = batch
@@ -290,7 +341,7 @@ def _digits() -> Task:
             x = jax.nn.gelu(x @ weights + bias[None])
         return cross_entropy(x @ w + b[None], y)
 
-    return Task(init, examples, loss, 2000)
+    return Task(dense((64, 128, 128, 10)), examples, loss, 2000)
 
 
 def _characters() -> Task:

@@ -79,7 +79,7 @@ def main(argv=None):
     outcomes = {name: [] for name in args.experiments}
     for name, task, seed in tqdm(rounds, unit="sweep"):
         outcomes[name] += EXPERIMENTS[name](task, seed, args.steps)
-    report([table(outcomes)], args.json)
+    report([table(outcomes)])
 
 
 def learning_rates(task, seed, steps):

@@ -17,16 +17,16 @@ import _steps
 import _targets
 import jax
 import jax.numpy as jnp
-from _compiled import compilations, compile_step
+from _compiled import compile_step
 from tqdm import tqdm
 
 PARTS = ("optimizer", "mixed", "train")
+QUIET = (0.9, 1.1)  # a program against itself, on an idle machine
 LEGEND = (
     "bytes: read from and written to memory, over the unscaled step's. cycles: as the "
     "TPU's compiler estimates them, likewise. kernels: and their ratio. temporaries: "
     "over the bytes of the parameters. waits: branches, callbacks and transfers in the "
-    "program. compilations: over five steps. compile s: of all processor cores. time "
-    "ratio: with its quartiles."
+    "program. compile s: of all processor cores. time ratio: with its quartiles."
 )
 
 
@@ -50,26 +50,22 @@ def main(argv=None):
     for part in args.parts:
         for optimizer in ["adamw"] if part == "train" else args.optimizers:
             for dtype in args.dtypes:
+                sizes = {"layers": args.layers, "width": args.width}
+                sizes["examples"] = max(8, *args.chips)
+                title, problem = _problems.problems(dtype, **sizes)[part]
                 for target in targets:
-                    table = _table(args, part, optimizer, dtype, target)
+                    table = _table(args, title, optimizer, dtype, target)
                     tables.append(table)
-                    problem = _problem(args, part, dtype)[1]
                     compare(table, problem, peers, optimizer, target, args)
     for table in tables:
         table.notes += [f"{peer}: not installed." for peer in missing]
         if table.title == tables[-1].title:  # which are printed as the last one
             table.notes.append(LEGEND)
     device = f"compiled for {args.target}, not run" if args.target else None
-    _harness.report(tables, args.json, device)
+    _harness.report(tables, device)
 
 
-def _problem(args, part, dtype):
-    sizes = {"layers": args.layers, "width": args.width}
-    return _problems.problems(dtype, **sizes, examples=max(8, *args.chips))[part]
-
-
-def _table(args, part, optimizer, dtype, target):
-    title, _ = _problem(args, part, dtype)
+def _table(args, title, optimizer, dtype, target):
     if target is None:
         where, case = "{}", dtype
     elif len(args.chips) == 1:
@@ -89,7 +85,7 @@ def compare(table, problem, peers, optimizer, target, args):
     is_tpu = not here and target.name.startswith("tpu")
     table.columns = ["step", "bytes", *["cycles"] * is_tpu, "kernels", "temporaries"]
     table.columns += ["copied arrays", "scalars", "waits"]
-    table.columns += ["compilations" if here else "added collectives", "compile s"]
+    table.columns += [*["added collectives"] * (not here), "compile s"]
     param_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
     if here:
         params, batch = jax.tree.map(_filled, (params, batch))
@@ -99,10 +95,6 @@ def compare(table, problem, peers, optimizer, target, args):
         carries[peer], step = made
         programs[peer], found = compile_step(step, carries[peer], batch, target)
         base = base or found
-        if here:
-            last = compilations(step, carries[peer], batch)
-        else:
-            last = added_collectives(found, base)
         table.rows.append([
             peer,
             f"{found.bytes_accessed / base.bytes_accessed:.3f}",
@@ -112,11 +104,11 @@ def compare(table, problem, peers, optimizer, target, args):
             found.copied_arrays,
             len(found.copies) - found.copied_arrays,
             found.conditionals + found.transfers,
-            last,
+            *[added_collectives(found, base)] * (not here),
             f"{found.compile_seconds:.1f}",
         ])  # fmt: skip
     if here and not args.no_times:
-        add_times(table, programs, carries, batch, args.pairs)
+        add_times(table, programs, carries, batch)
 
 
 def _filled(leaf):
@@ -137,7 +129,7 @@ def added_collectives(found, base):
     return "; ".join(parts) or "none"
 
 
-def add_times(table, programs, carries, batch, pairs):
+def add_times(table, programs, carries, batch):
     """Adds time ratios to the rows, "rejected" where a control shows a busy machine."""
 
     def runner(peer):
@@ -151,16 +143,17 @@ def add_times(table, programs, carries, batch, pairs):
         return run
 
     base = runner("unscaled")
-    before = _harness.paired_ratio(runner("unscaled"), base, pairs, "A/A control")
+    before = _harness.paired_ratio(runner("unscaled"), base, "A/A control")
     ratios = {
-        row[0]: _harness.paired_ratio(runner(row[0]), base, pairs, row[0])
+        row[0]: _harness.paired_ratio(runner(row[0]), base, row[0])
         # The unscaled step, which is the first, comes last: a second control.
         for row in reversed(table.rows)
     }
-    quiet = _harness.is_quiet(before) and _harness.is_quiet(ratios["unscaled"])
+    controls = before.median, ratios["unscaled"].median
+    quiet = QUIET[0] <= min(controls) and max(controls) <= QUIET[1]
     table.notes.append(
         f"{table.case}: A/A control {before} before and {ratios['unscaled']} after, "
-        f"{pairs} pairs." + " Rejected: busy machine." * (not quiet)
+        f"{_harness.PAIRS} pairs." + " Rejected: busy machine." * (not quiet)
     )
     table.columns.append("time ratio")
     for row in table.rows:
@@ -182,8 +175,6 @@ def _parser():
     parser.add_argument("--layers", type=int, default=12, help=text)
     parser.add_argument("--width", type=int, default=256, help="of both transformers")
     parser.add_argument("--no-times", action="store_true", help="no time ratios")
-    text = "base, step, base, of each time ratio; at least 9 for a result"
-    parser.add_argument("--pairs", type=int, default=9, help=text)
     return parser
 
 

@@ -5,7 +5,7 @@ as the compilers of GPUs and TPUs make them. No such machine is needed; nothing 
 allocated or run. Ratios are to casting by hand. One row alone:
 
     python benchmarks/sharded.py --targets h100:8 --layouts FSDP --models u2 \
-        --steps gradient --programs autocast --resume rows.json
+        --programs autocast --resume rows.json
 
 A loop counts as often as it runs. `--minimal` compiles programs of one cause each, and
 the head of a language model.
@@ -18,10 +18,6 @@ changed.
 """
 
 import argparse
-import contextlib
-import functools
-import json
-import pathlib
 import time
 from collections.abc import Sequence
 from itertools import product
@@ -32,17 +28,14 @@ import _targets
 import _traffic
 import _wire
 import jax
-import jax.numpy as jnp
-import optax
 from _compiled import options
-from _harness import Table
-from _layouts import LAYOUTS, place_state, placed
-from _minimal import HALF_PARAMETERS, MINIMAL, PROGRAMS, compile_minimal
+from _harness import MEMORY, Table
+from _layouts import LAYOUTS, placed
+from _minimal import HALF, HALF_PARAMETERS, MINIMAL, PROGRAMS, compile_minimal
 from _models import Transformer, cast
 from _tables import compared
 from _targets import TARGETS, Target
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
@@ -52,21 +45,16 @@ ROWS = 8  # of the batch, for each device of its axis
 SUMS = ", sum_gradients"  # ends the name of a program that adds up itself
 SUMMED = {f"{name}{SUMS}": name for name in ("autocast", HALF_PARAMETERS)}
 MODELS = {"u2": (2, False), "u4": (4, False), "s12": (12, True)}  # layers, as a scan
-HALF = {"bf16": jnp.bfloat16, "f16": jnp.float16}
-AXES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-STEPS = ("gradient", "AdamW")
-MEMORY = "temporaries, MB"
 RATIOS = (MEMORY, "peak, MB", "bytes, GB", "M cycles", "wire, MB")
 OTHERS = ("asynchronous", "collectives: number, MB")
+LOSSES = "minimal programs, losses alone"
 
 
 class Case(NamedTuple):
     """One row. `layout` may name a minimal program instead, whose `model` is "-"."""
 
     target: Target
-    step: str
-    dtype: str
-    axes: str
+    kind: str
     layout: str
     model: str
     program: str
@@ -80,16 +68,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = _parser()
     args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
-    kept = args.resume is not None and args.resume.exists()
-    found = json.loads(args.resume.read_text()) if kept else {}
-    split = [x for x in args.layouts if x in LAYOUTS and LAYOUTS[x].tensor_parallel]
-    if "explicit" in args.axes and split:
-        parser.error(
-            "--axes explicit: expected --layouts without tensor parallelism, which "
-            f"needs an out_sharding for its products, got {', '.join(split)}"
-        )
+    kind = "gradient"
     if args.minimal:
-        args.steps = ["loss" if args.forward else "gradient"]
+        kind = LOSSES if args.forward else "minimal programs"
         args.models = ["-"]
         args.layouts = [name for name in args.layouts if name in MINIMAL] or MINIMAL
     tables = []
@@ -100,12 +81,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         if reason := _targets.missing(name):
             print(f"{given}: {reason}")
             continue
-        for of in product(args.steps, args.dtypes, args.axes):
-            rows = product(args.layouts, args.models, args.programs)
-            cases = [Case(Target(name, int(chips)), *of, *row) for row in rows]
-            cases = [case for case in cases if _exists(case)]
-            tables.append(_table(args, found, cases))
-    _harness.report(tables, args.json, "compiled, not run")
+        rows = product(args.layouts, args.models, args.programs)
+        cases = [Case(Target(name, int(chips)), kind, *row) for row in rows]
+        cases = [case for case in cases if _exists(case)]
+        tables.append(_table(_harness.Kept(args.resume), cases))
+    _harness.report(tables, "compiled, not run")
 
 
 def _exists(case: Case) -> bool:
@@ -115,20 +95,17 @@ def _exists(case: Case) -> bool:
     return minimal is None or minimal.shared <= case.target.chips
 
 
-def _table(args: Any, found: Any, cases: Sequence[Case]) -> Table:
-    """Rows of one machine and step; measures those that are not in `found`."""
-    target, *of = cases[0][:4]
-    title = f"{target.name} x {target.chips}, {', '.join(of)}"
+def _table(kept: _harness.Kept, cases: Sequence[Case]) -> Table:
+    """Rows of one machine and kind of program."""
+    target, kind, *_ = cases[0]
+    title = f"{target.name} x {target.chips}, {kind}, bf16"
     for case in tqdm(cases, title):
-        if str(case) not in found:
-            found[str(case)] = _measure(case)
-            if args.resume is not None:
-                args.resume.write_text(json.dumps(found, indent=1) + "\n")
+        kept.measure(str(case), _measure, case)
     table = Table(title, ["layout", "model", "program", *RATIOS, *OTHERS])
     for case in cases:
-        own, base = found[str(case)], {}
+        own, base = kept.rows[str(case)], {}
         if case.program != "by hand":
-            base = found.get(str(case._replace(program="by hand")), {})
+            base = kept.rows.get(str(case._replace(program="by hand")), {})
         ratios = [compared(own.get(name), base.get(name)) for name in RATIOS]
         table.rows.append([*case[-3:], *ratios, *(own.get(name) for name in OTHERS)])
     return table
@@ -136,12 +113,7 @@ def _table(args: Any, found: Any, cases: Sequence[Case]) -> Table:
 
 def _measure(case: Case) -> dict[str, Any]:
     start = time.process_time()
-    try:
-        compiled = _compile(case)
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" in str(error):
-            return {MEMORY: float("inf")}  # more than the machine has
-        raise
+    compiled = _compile(case)
     memory = compiled.memory_analysis()
     module = _wire.parse(compiled.as_text())
     sent = _wire.sent(module)
@@ -160,71 +132,39 @@ def _measure(case: Case) -> dict[str, Any]:
 
 
 def _compile(case: Case) -> Any:
-    half, layout = HALF[case.dtype], LAYOUTS.get(case.layout)
+    layout = LAYOUTS.get(case.layout)
     if layout is None:
-        return compile_minimal(case.layout, case.target, case.program, half, case.step)
-    mesh = layout.mesh(case.target, AXES[case.axes])
+        forward = case.kind == LOSSES
+        return compile_minimal(case.layout, case.target, case.program, forward)
+    mesh = layout.mesh(case.target)
     layers, scanned = MODELS[case.model]
     sizes = Transformer(layers, vocabulary=8192, batch=ROWS * mesh.shape["data"])
     model = layout.model(sizes, mesh, scanned=scanned)
     params, batch = jax.eval_shape(model.init, jax.random.key(0))
     program = SUMMED.get(case.program, case.program)
     if program == HALF_PARAMETERS:
-        params = jax.eval_shape(lambda tree: cast(tree, half), params)
-    args, tx = [layout.place(params, mesh)], None
-    if case.step == "AdamW":
-        tx = _optimizer(program)
-        args.append(place_state(jax.eval_shape(tx.init, params), args[0], mesh))
-    out = jax.tree.map(lambda leaf: leaf.sharding, args)
+        params = jax.eval_shape(lambda tree: cast(tree, HALF), params)
+    params = layout.place(params, mesh)
+    out = jax.tree.map(lambda leaf: leaf.sharding, params)
     specs = jax.tree.map(lambda sharding: sharding.spec, out)
-    made: Any = _as_it_is
+    step = jax.value_and_grad(PROGRAMS[program](model.loss))
     if case.program in SUMMED:
-        made = functools.partial(_of_shares, half=half, specs=specs[0])
+        step = _of_shares(step, specs)
     elif layout.shard_map:
-        made = _averaged
-    step = _step(PROGRAMS[program](model.loss, half), tx, made)
+        step = _averaged(step)
     if layout.shard_map or case.program in SUMMED:
-        of = {"in_specs": (*specs, P("data")), "out_specs": (P(), *specs)}
+        of = {"in_specs": (specs, P("data")), "out_specs": (P(), specs)}
         step = jax.shard_map(step, mesh=mesh, **of, check_vma=False)
-    donated = tuple(range(len(args))) if case.step == "AdamW" else ()
-    jitted = jax.jit(step, donate_argnums=donated, out_shardings=(None, *out))
-    is_explicit = case.axes == "explicit"
-    with jax.set_mesh(mesh) if is_explicit else contextlib.nullcontext():
-        lowered = jitted.lower(*args, {"tokens": placed(batch["tokens"], mesh, "data")})
+    jitted = jax.jit(step, out_shardings=(None, out))
+    lowered = jitted.lower(params, {"tokens": placed(batch["tokens"], mesh, "data")})
     return lowered.compile(compiler_options=options(case.target))
-
-
-def _optimizer(program: str) -> optax.GradientTransformationExtraArgs:
-    inner = optax.adamw(1e-3)
-    if program == HALF_PARAMETERS:
-        inner = jmp_scale.with_half_storage(inner)
-    return jmp_scale.with_loss_scale(inner, jmp_scale.DynamicLossScale())
-
-
-def _step(loss: Any, tx: Any, made: Any) -> Any:
-    """Value and gradient as `made` of a function, or the whole step of an optimizer."""
-
-    def gradient(params, batch):
-        return made(jax.value_and_grad(loss))(params, batch)
-
-    def update(params, state, batch):
-        value_and_grad = made(jmp_scale.value_and_grad(loss, state.loss_scale))
-        value, grads = value_and_grad(params, batch)
-        updates, state = tx.update(grads, state, params, value=value)
-        return value, optax.apply_updates(params, updates), state
-
-    return gradient if tx is None else update
-
-
-def _as_it_is(value_and_grad: Any) -> Any:
-    return value_and_grad
 
 
 def _averaged(value_and_grad: Any) -> Any:
     return lambda *args: lax.pmean(value_and_grad(*args), "data")
 
 
-def _of_shares(value_and_grad: Any, half: Any, specs: Any) -> Any:
+def _of_shares(value_and_grad: Any, specs: Any) -> Any:
     """Value and gradient of parameters of which a device holds all or its shares."""
 
     def whole(path: Any, x: jax.Array, spec: Any) -> jax.Array:
@@ -232,7 +172,7 @@ def _of_shares(value_and_grad: Any, half: Any, specs: Any) -> Any:
         if not axes:
             return x
         is_weight = jax.tree_util.keystr(path[-1:], simple=True) == "kernel"
-        x = x.astype(half) if is_weight else x
+        x = x.astype(HALF) if is_weight else x
         return lax.all_gather(x, "data", axis=axes[0], tiled=True)
 
     def of_shares(params: Any, batch: Any) -> Any:
@@ -250,10 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     for flag, choices, default, text in (
         ("--layouts", [*LAYOUTS, *MINIMAL], LAYOUTS, "where arrays lie"),
         ("--models", MODELS, MODELS, "layers, unrolled or as a scan"),
-        ("--steps", STEPS, STEPS, "value and gradient, or all with a loss scale"),
         ("--programs", [*PROGRAMS, *SUMMED], [*PROGRAMS, *SUMMED], "of each"),
-        ("--dtypes", HALF, ["bf16"], "half-precision dtypes"),
-        ("--axes", AXES, ["auto"], "of the mesh"),
     ):
         _harness.add_several(parser, flag, choices, default, text)
     text = f"NAME:CHIPS, of {', '.join(TARGETS)}"
@@ -263,7 +200,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minimal", action="store_true", help=text)
     text = "losses of minimal programs, without gradients"
     parser.add_argument("--forward", action="store_true", help=text)
-    parser.add_argument("--resume", type=pathlib.Path, help="file of measured rows")
+    _harness.add_resume(parser)
     return parser
 
 

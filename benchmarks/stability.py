@@ -36,7 +36,7 @@ def main(argv=None):
     arguments.add_argument("--tasks", nargs="+", default=list(tasks()))
     arguments.add_argument("--rules", nargs="+", default=list(RULES))
     args = arguments.parse_args(argv)
-    report([*fault_tables(args), clean_table(args)], args.json)
+    report([*fault_tables(args), clean_table(args)])
 
 
 def faults(steps):

@@ -75,7 +75,7 @@ CHECKPOINTED = [
     for program in ("autocast", "autocast, checkpoint")
 ]
 
-KINDS = "(gradient, bf16, auto|minimal programs, bf16)$"
+KINDS = "(gradient|minimal programs), bf16$"
 BETWEEN_DEVICES = [
     ("h100 x 8", WIRE),
     ("h100 x 8", MEMORY),

@@ -15,7 +15,6 @@ from ._policy import cast_to_half as cast_to_half
 from ._policy import get_policy as get_policy
 from ._policy import half_dtype as half_dtype
 from ._public import name_module as _name_module
-from ._scaling.config import get_loss_scale as get_loss_scale
 from ._scaling.finite import all_finite as all_finite
 from ._scaling.gradient_sums import sum_gradients as sum_gradients
 from ._scaling.gradients import grad as grad
@@ -24,6 +23,7 @@ from ._scaling.loss_scale import DynamicLossScale as DynamicLossScale
 from ._scaling.loss_scale import NoOpLossScale as NoOpLossScale
 from ._scaling.loss_scale import StaticLossScale as StaticLossScale
 from ._scaling.loss_scale import adjust as adjust
+from ._scaling.loss_scale import get_loss_scale as get_loss_scale
 from ._scaling.loss_scale import scale as scale
 from ._scaling.loss_scale import unscale as unscale
 from ._scaling.spike_guard import SpikeGuard as SpikeGuard
@@ -34,7 +34,7 @@ from ._state import LossScaleState as LossScaleState
 from ._tree import select_tree as select_tree
 
 if not _typing.TYPE_CHECKING:  # which would take any name for one of the module
-    from ._doors import __getattr__ as __getattr__
+    from ._public import __getattr__ as __getattr__
 
 __version__ = "0.2.0.dev0"
 _name_module(globals())

@@ -76,6 +76,8 @@ CHEAP = LINEAR - {"gather"} | words("""
 ANY_DTYPE = (CHEAP | words("dynamic_update_slice gather ppermute split")) - words("""
     bitcast_convert_type convert_element_type iota nextafter
 """)
+# Operands may be scalars, or have axes of size 1 for larger ones of the result.
+REPEATS = words("add atan2 div max min mul pow rem sub")
 # Of references to arrays.
 REFERENCES = words("addupdate freeze get new_ref swap")
 # Parts of the names of primitives that wait for a condition, or pass their operands to
@@ -269,12 +271,6 @@ def name_of_call(eqn: JaxprEqn) -> str:
     return params_of(eqn).get("name") or getattr(inner.debug_info, "func_name", "")
 
 
-def mesh_size(eqn: JaxprEqn) -> int:
-    """Returns the number of devices of a `shard_map`; 1 for other equations."""
-    is_map = eqn.primitive.name == "shard_map"
-    return eqn.params["mesh"].size if is_map else 1
-
-
 class Loop(NamedTuple):
     """A scan or while: its body, and the layout of its operands."""
 
@@ -316,6 +312,14 @@ def scan_of(eqn: JaxprEqn) -> Loop | None:
     if not (all(same_in[:held]) and all(same_out[:carry]) and carry <= held):
         return None
     return Loop(bodies[0], held - carry, carry, offset=0, trips=eqn.params["length"])
+
+
+def repeats(eqn: JaxprEqn) -> int:
+    """Returns on how many devices, or how often in a scan, nested jaxprs run; or 1."""
+    if eqn.primitive.name == "shard_map":
+        return eqn.params["mesh"].size
+    loop = loop_of(eqn)
+    return (loop and loop.trips) or 1
 
 
 class Rule(NamedTuple):

@@ -158,6 +158,27 @@ def cast(old: Var, new: Var, near: JaxprEqn) -> JaxprEqn:
     )
 
 
+def broadcast(old: Var, new: Var, near: JaxprEqn) -> JaxprEqn:
+    """Returns the equation that repeats a variable, where `near` is.
+
+    Its axes are the last ones of the new variable, whose size they have, or 1.
+    """
+    aval: Any = new.aval
+    missing = len(aval.shape) - len(_jaxpr.shape(old))
+    params = {
+        "shape": aval.shape,
+        "broadcast_dimensions": tuple(range(missing, len(aval.shape))),
+        "sharding": aval.sharding if any(aval.sharding.spec) else None,
+    }
+    return near.replace(
+        primitive=jax.lax.broadcast_in_dim_p,
+        params=params,
+        invars=[old],
+        outvars=[new],
+        effects=frozenset(),
+    )
+
+
 def cast_literal(literal: Literal, dtype: np.dtype) -> Literal:
     """Returns a literal with its value in another dtype."""
     aval: Any = literal.aval

@@ -37,16 +37,6 @@ def map_inexact(fun: Function, tree: T, *rest: PyTree) -> T:
     return jax.tree.map(map_leaf, tree, *rest)
 
 
-def named_inexact_leaves(tree: PyTree) -> tuple[tuple[str, ...], list[Leaf]]:
-    """Returns paths, as text, and values of the inexact leaves."""
-    names, leaves = [], []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if is_inexact(leaf):
-            names.append(jax.tree_util.keystr(path))
-            leaves.append(leaf)
-    return tuple(names), leaves
-
-
 def leaves_by_name(tree: PyTree) -> dict[str, Leaf]:
     """Returns leaves by path; on disk keys, indices and field names are all strings."""
     pairs = jax.tree_util.tree_leaves_with_path(tree)
@@ -92,12 +82,6 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
     Raises:
       ValueError: `pred` is not a boolean scalar, or the trees differ in structure,
         shape or dtype, because nothing is ever broadcast or promoted.
-
-    Examples:
-      >>> import jax.numpy as jnp, jmp_scale
-      >>> new, old = {"w": jnp.array(2.0)}, {"w": jnp.array(1.0)}
-      >>> float(jmp_scale.select_tree(jnp.array(False), new, old)["w"])
-      1.0
     """
     if jnp.shape(pred) != () or jnp.result_type(pred) != jnp.bool_:
         got = f"{jnp.result_type(pred)}{list(jnp.shape(pred))}"

@@ -56,16 +56,6 @@ def restore(load: Callable[[PyTree], PyTree], state: T) -> T:
 
     Raises:
       ValueError: no form fits, with the first difference of each.
-
-    Examples:
-      >>> import jax.numpy as jnp, jmp_scale, optax
-      >>> from jmp_scale import checkpoints
-      >>> params = {"w": jnp.ones(2)}
-      >>> saved = optax.adam(0.1).init(params)
-      >>> tx = jmp_scale.with_loss_scale(optax.adam(0.1), jmp_scale.DynamicLossScale())
-      >>> opt_state = checkpoints.restore(lambda template: saved, tx.init(params))
-      >>> float(opt_state.loss_scale.loss_scale)
-      32768.0
     """
     differences, causes = [], []
     for missing in _forms(state):
@@ -120,12 +110,10 @@ def _forms(state: PyTree) -> list[tuple[str, ...]]:
 
 def _without(missing: tuple[str, ...], tree: PyTree) -> PyTree:
     """Returns a tree like the state without these parts."""
-    if "half storage" in missing:
-        tree = _replaced(tree, is_half_storage, _inner_state)
-    if "loss scale" in missing:
-        tree = _replaced(tree, is_loss_scale_state, _inner_state)
-    if "guard" in missing:
-        tree = _replaced(tree, is_loss_scale_state, _without_guard)
+    for part in missing:
+        is_new = is_half_storage if part == "half storage" else is_loss_scale_state
+        old = _without_guard if part == "guard" else _inner_state
+        tree = _replaced(tree, is_new, old)
     return tree
 
 

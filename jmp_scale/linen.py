@@ -31,17 +31,6 @@ class TrainState(train_state.TrainState):
 
     Flax's float8 collection `_overwrite_with_gradient` is never unscaled. A step whose
     new values of it are NaN or infinite is skipped.
-
-    Examples:
-      >>> import jax.numpy as jnp, jmp_scale, optax
-      >>> from jmp_scale.linen import TrainState
-      >>> state = TrainState.create(
-      ...     apply_fn=None, params={"w": jnp.float32(3.0)}, tx=optax.sgd(0.5),
-      ...     loss_scale=jmp_scale.DynamicLossScale(2.0**15))
-      >>> loss, grads = state.value_and_grad(lambda p: p["w"] ** 2)(state.params)
-      >>> state = state.apply_gradients(grads=grads, value=loss)
-      >>> float(state.params["w"]), int(state.step), float(state.loss_scale.loss_scale)
-      (0.0, 1, 32768.0)
     """
 
     apply_fn: Function = struct.field(pytree_node=False)

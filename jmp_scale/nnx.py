@@ -41,14 +41,6 @@ def autocast(fun: F, dtype: DTypeLike | None = None, **options: Any) -> F:
     Raises:
       ValueError: at the call, `fun` sets an attribute that is not an `nnx.Variable` to
         an array.
-
-    Examples:
-      >>> import jax.numpy as jnp, jmp_scale.nnx
-      >>> from flax import nnx
-      >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-      >>> half = jmp_scale.nnx.autocast(lambda model, x: model(x), "bfloat16")
-      >>> half(model, jnp.ones((4, 2))).shape
-      (4, 3)
     """
     require_function("autocast", fun)
 
@@ -56,12 +48,11 @@ def autocast(fun: F, dtype: DTypeLike | None = None, **options: Any) -> F:
     def on_tree(tree: PyTree) -> tuple[PyTree, PyTree]:
         args, kwargs = nnx.from_tree(tree, ctxtag=_AUTOCAST, is_inner=True)
         nodes = _graph_nodes((args, kwargs))
-        before = [*map(_parts, nodes)]
+        before = list(map(_parts, nodes))
         out = fun(*args, **kwargs)
         _refuse_lost_arrays(nodes)
         # Flax refuses to write variables of an outer trace, even unchanged ones.
-        pairs = zip(nodes, before, strict=True)
-        written = [node for node, parts in pairs if _is_changed(parts, _parts(node))]
+        written = [x for x, old in zip(nodes, before, strict=True) if _differs(x, old)]
         return out, nnx.to_tree(written, ctxtag=_AUTOCAST)
 
     half = _autocast(on_tree, dtype, **options)
@@ -80,19 +71,16 @@ _Parts = tuple[Any, list[Any]]
 
 
 def _parts(node: _Node) -> _Parts:
-    """Returns the structure and the arrays of a node.
-
-    A state would hold its variables, which the function may write.
-    """
+    """Returns structure and arrays; a state would hold variables, which may change."""
     structure, state = nnx.split(node)
     return structure, jax.tree.leaves(state)
 
 
-def _is_changed(before: _Parts, after: _Parts) -> bool:
-    """Whether a node has another structure, or holds other arrays."""
-    (structure, arrays), (new_structure, new_arrays) = before, after
-    pairs = zip(arrays, new_arrays, strict=True)
-    return structure != new_structure or any(x is not y for x, y in pairs)
+def _differs(node: _Node, before: _Parts) -> bool:
+    """Whether a node has another structure than before, or holds other arrays."""
+    structure, arrays = _parts(node)
+    pairs = zip(arrays, before[1], strict=True)
+    return structure != before[0] or any(x is not y for x, y in pairs)
 
 
 def _refuse_lost_arrays(nodes: list[_Node]) -> None:
@@ -135,19 +123,6 @@ class Optimizer(nnx.Optimizer):
 
     Raises:
       ValueError: `loss_scale` or `guard` is given twice, or `tx` wraps another.
-
-    Examples:
-      >>> import jax.numpy as jnp, jmp_scale, optax
-      >>> from flax import nnx
-      >>> from jmp_scale.nnx import Optimizer
-      >>> model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
-      >>> loss_scale = jmp_scale.DynamicLossScale(2.0**15)
-      >>> optimizer = Optimizer(model, optax.sgd(0.1), loss_scale=loss_scale)
-      >>> fun = optimizer.value_and_grad(lambda model: model.kernel.sum() * jnp.inf)
-      >>> loss, grads = fun(model)
-      >>> _ = optimizer.update(model, grads)
-      >>> int(optimizer.step[...]), float(optimizer.loss_scale.loss_scale)
-      (0, 16384.0)
     """
 
     def __init__(

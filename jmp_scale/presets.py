@@ -67,8 +67,18 @@ def _preset(
         def preset(*args: Any, **kwargs: Any) -> DynamicLossScale:
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
-            fields = {_FIELDS.get(k, k): x for k, x in given.arguments.items()}
-            return _dynamic(fields | fixed, late)
+            fields = {_FIELDS.get(k, k): x for k, x in given.arguments.items()} | fixed
+            for field, end in _OPEN.items():
+                if fields.get(field) is None:
+                    fields[field] = end
+            # What clamps S to the cap does so at the start too.
+            if fields.get("at_max") == "clamp":
+                fields["loss_scale"] = min(
+                    fields["loss_scale"], fields["max_loss_scale"]
+                )
+            if late:
+                fields["period"] += late
+            return DynamicLossScale(**fields)
 
         preset.__name__ = preset.__qualname__ = name
         preset.__doc__ = f"Returns the loss scale of {framework}."
@@ -76,19 +86,6 @@ def _preset(
         return preset
 
     return with_defaults
-
-
-def _dynamic(given: dict[str, Any], late: int) -> DynamicLossScale:
-    """Creates a loss scale; what clamps S to the cap does so at the start too."""
-    fields = dict(given)
-    for field, end in _OPEN.items():
-        if fields.get(field) is None:
-            fields[field] = end
-    if fields.get("at_max") == "clamp":
-        fields["loss_scale"] = min(fields["loss_scale"], fields["max_loss_scale"])
-    if late:
-        fields["period"] += late
-    return DynamicLossScale(**fields)
 
 
 # The table: a framework's class, its arguments and defaults, and our fields that it

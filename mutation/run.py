@@ -45,7 +45,6 @@ TESTS = {
     "scaling/test_spike_guard",
     "_scaling/skip": "scaling/test_skip test_optimizers scaling/test_transform",
     "_scaling/spike_guard": "scaling/test_spike_guard test_mistakes",
-    "_scaling/extra_args": "scaling/test_transform test_optimizers",
     "_policy": "test_policy test_jmp",
     "_autocast/autocast": "autocast/test_autocast autocast/test_exact",
     "_autocast/interpreter": "autocast/test_autocast autocast/test_exact",

@@ -15,7 +15,7 @@ import pytest
 PACKAGE = pathlib.Path(__file__).parents[1] / "jmp_scale"
 FLAX = {"_flax", "linen", "nnx"}
 OPTIMIZERS = {"_half_storage.storage", "_machine"}
-OPTIMIZERS |= {"_state", "_scaling.extra_args", "_scaling.transform"}
+OPTIMIZERS |= {"_state", "_scaling.transform"}
 MAY_IMPORT = {"optax": FLAX | OPTIMIZERS, "flax": FLAX, "matplotlib": {"plotting"}}
 # Modules that are tested by other files than those of their names, and why.
 TESTED_BY = {
@@ -26,8 +26,6 @@ TESTED_BY = {
     "_pytree": ("scaling/test_loss_scale", "fields are those of loss scales"),
     "_contexts": ("scaling/test_gradients", "value_and_grad sets them"),
     "_state": ("scaling/test_transform", "a state is what the transformation returns"),
-    "_scaling.extra_args": ("scaling/test_transform", "arguments are passed through"),
-    "_doors": ("test_mistakes", "a name of PyTorch leads to ours"),
     "__main__": ("test_machine", "a command prints what is measured"),
     "_flax": ("test_linen", "serialization is that of Flax"),
     "diagnostics._backward": ("diagnostics/test_frameworks", "every tool takes a loss"),

@@ -139,7 +139,8 @@ def test_a_state_has_the_bytes_of_the_table(row):
 
 COMMANDS = {
     half_storage: (
-        "--tasks digits --rates 1e-3 --seeds 2 --steps 20 --optimizers Lion",
+        "--parts parameters averages --tasks digits --rates 1e-3 --seeds 2 --steps 20 "
+        "--optimizers Lion",
         "### Lion, learning rate 1e-3, by step\n",
     ),
     autocast: (
@@ -167,9 +168,7 @@ def test_a_command_prints_its_table(script, monkeypatch, capsys):
 def test_minimal_programs_have_no_rows_of_what_they_are_not_made_for(monkeypatch):
     rows = []
     monkeypatch.setattr(_targets, "missing", lambda name: None)
-    monkeypatch.setattr(
-        sharded, "_table", lambda args, found, cases: rows.extend(cases)
-    )
+    monkeypatch.setattr(sharded, "_table", lambda kept, cases: rows.extend(cases))
     monkeypatch.setattr(sharded._harness, "report", lambda *args: None)
     sharded.main(["--targets", "h100:1", "--minimal"])
     assert {row.program for row in rows} == {*sharded.PROGRAMS}

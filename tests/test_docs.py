@@ -38,7 +38,8 @@ OWN = {
 FENCE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 # A block of Python, and what it prints, if the page shows it.
 PYTHON = re.compile(
-    r"^( *)```python\n(.*?)^\1```$(?:\n\n\1```text\n(.*?)^\1```$)?",
+    r"^( *)```python\n(.*?)^\1```$"
+    r"(?:\n\n\1``` ?(?:text|{ .text .wrap })\n(.*?)^\1```$)?",
     re.DOTALL | re.MULTILINE,
 )
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?")
@@ -126,7 +127,8 @@ def run(page):
             with contextlib.redirect_stdout(printed):
                 exec(compile(source, page, "exec"), namespace)
             if match[3]:
-                assert_prints(printed.getvalue(), inspect.cleandoc(match[3]))
+                text = printed.getvalue().replace(page, "model.py")
+                assert_prints(text, inspect.cleandoc(match[3]))
             for name, call in STEPS.get(page, {}).items():
                 if f"def {name}(" in code:
                     check_step_of(page, call, namespace)

@@ -187,6 +187,7 @@ def test_a_program_that_the_device_refuses_is_said():
     found = compare("task", {"a": refused, "b": runs}, seconds=1)
     assert (found.rows[1].gain, found.believable) == (None, None)
     assert "Believe" not in timing.markdown(found)
+    assert re.search(r"\| b +\| +\S+ \| +- \|", timing.markdown(found))
 
 
 ADVICE = [

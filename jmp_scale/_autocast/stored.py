@@ -83,7 +83,9 @@ class _Program:
         is_alone = self._plain.issuperset(others)
         reads_rows = not self._rows.isdisjoint(floating)
         name = eqn.primitive.name
-        if self.renamed.keys().isdisjoint(floating):
+        # Zeros, to which a loop adds the gradients that a program computes itself.
+        starts = self._plain.intersection(others) if is_entered(eqn) else ()
+        if self.renamed.keys().isdisjoint(floating) and not starts:
             self.eqns.append(eqn)
         elif name == "convert_element_type" and _jaxpr.is_float32(eqn.outvars[0]):
             self._casts[eqn.outvars[0]] = self.renamed[floating[0]]
@@ -109,7 +111,9 @@ class _Program:
             is_partly_float32 = any(map(_jaxpr.is_float32, eqn.invars[:2]))
             return is_partly_float32 and _jaxpr.is_float32(eqn.outvars[0])
         # A cast belongs to one mesh, and a reshard may lead from one to another.
-        return name == "reshard" or (is_alone and name in _jaxpr.ANY_DTYPE)
+        # `add_any` adds up cotangents, where the program has gradients itself.
+        is_sum = name in ("add_any", "reshard")
+        return is_sum or (is_alone and name in _jaxpr.ANY_DTYPE)
 
     def _is_renamed(self, atom: Atom) -> bool:
         return isinstance(atom, Var) and atom in self.renamed
@@ -127,10 +131,24 @@ class _Program:
         inputs = [*eqn.invars]
         for i, v in enumerate(inputs):
             if isinstance(v, Var) and v in self.renamed:
-                inputs[i] = half = Var(v.aval)
-                self._cast(self.renamed[v], half, eqn)
+                wide = self._repeated(self.renamed[v], eqn)
+                inputs[i] = half = _jaxpr_rewrite.with_dtype(wide, _jaxpr.dtype_of(v))
+                self._cast(wide, half, eqn)
                 self.halves.add(half)
         self.eqns.append(eqn.replace(invars=inputs))
+
+    def _repeated(self, v: Var, near: JaxprEqn) -> Var:
+        """Repeats the entries of an operand as an equation does.
+
+        JAX adds up the cotangents of an entry that an operation repeats.
+        """
+        result = near.outvars[0]
+        is_repeated = _jaxpr.shape(v) != _jaxpr.shape(result)
+        if near.primitive.name not in _jaxpr.REPEATS or not is_repeated:
+            return v
+        new = _jaxpr_rewrite.with_dtype(result, _FLOAT32)
+        self.eqns.append(_jaxpr_rewrite.broadcast(v, new, near))
+        return new
 
     def _add_in_float32(self, eqn: JaxprEqn) -> None:
         inputs = [self._widened(v, eqn) for v in eqn.invars]

@@ -69,11 +69,6 @@ def all_finite(
       TypeError: `tree` is a function or text, or `axis_name` is of another type.
       ValueError: `specs` do not fit `tree` or the mesh, or do not divide a leaf
         equally (errors of `jax.tree.broadcast` and `jax.shard_map`).
-
-    Examples:
-      >>> import jax.numpy as jnp, jmp_scale
-      >>> bool(jmp_scale.all_finite({"w": jnp.array([1.0, jnp.inf]), "step": 3}))
-      False
     """
     is_leaf = jax.tree_util.all_leaves([tree])
     if is_leaf and (callable(tree) or isinstance(tree, str)):

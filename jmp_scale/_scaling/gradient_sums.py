@@ -92,8 +92,7 @@ def sum_gradients(
     Source: Megatron-LM's `reduce_scatter_with_fp32_accumulation`; DeepSpeed's ZeRO++
     (Wang et al., 2023) adds up after an all-to-all too.
     """
-    if axis_name is not None:
-        _mesh.agreement("sum_gradients", axis_name)  # refuses what is not a name
+    _mesh.agreement("sum_gradients", axis_name)  # refuses what is not a name
     sent = name_to_dtype.get(wire) if isinstance(wire, str) else wire
     if sent not in WIRES:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The three loss scales, and the functions that scale, unscale and adjust."""
+"""The three loss scales, made from code or configuration, and their verbs."""
 
 import dataclasses
 import functools
@@ -6,11 +6,12 @@ from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from .. import _pytree, _validation
+from .._policy import half_dtype, name_to_dtype
 from .._state import LossScale
-from .._types import Scalar
 
 T = TypeVar("T")
 
@@ -123,16 +124,6 @@ class DynamicLossScale(LossScale):
     Raises:
       TypeError: an argument is not a number (or not a string, for the two words).
       ValueError: an argument is out of its range; the message names the range.
-
-    Examples:
-      >>> import jax.numpy as jnp, jmp_scale
-      >>> loss_scale = jmp_scale.DynamicLossScale(2.0**15, period=2)
-      >>> for finite in (True, True, False):
-      ...     loss_scale = loss_scale.adjust(jnp.array(finite))
-      ...     print(float(loss_scale.loss_scale), int(loss_scale.counter))
-      32768.0 1
-      65536.0 0
-      32768.0 0
     """
 
     loss_scale: _pytree.LeafField = 2.0**15
@@ -158,8 +149,7 @@ class DynamicLossScale(LossScale):
         for name, start in self._starts().items():
             given = getattr(self, name)
             values[name] = _validation.int32_leaf(arguments, name, given, start, s)
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(values)
 
     def _starts(self) -> dict[str, int]:
         # Without hysteresis (the default) checkpoints have one leaf less.
@@ -253,6 +243,61 @@ def adjust(
     return loss_scale.adjust(grads_finite, loss_finite=loss_finite)
 
 
+def get_loss_scale(spec: LossScale | ArrayLike | DTypeLike) -> LossScale:
+    """Reads a loss scale from a configuration value, as `get_policy` reads a policy.
+
+    | `spec` | loss scale |
+    |---|---|
+    | `"none"` | `NoOpLossScale()` |
+    | `"dynamic"` | `DynamicLossScale()` |
+    | `"dynamic:2**16"` | `DynamicLossScale(2.0**16)`, with the other defaults |
+    | `1024`, `"2**10"`, `"static:1024"` | `StaticLossScale` of that number |
+    | `"fp16"`, `"f16"`, `"half"` | `DynamicLossScale()`: float16 needs one |
+    | `"bf16"`, `"fp32"`, `"f64"` | `NoOpLossScale()`: at least the range of float32 |
+    | a loss scale | itself |
+
+    A dtype means the same as its name. Names are those of `get_policy`; case and blanks
+    do not matter.
+
+    Raises:
+      TypeError: neither a string, a number, a dtype nor a loss scale.
+      ValueError: an unknown string (the message lists the known ones), or a number out
+        of the range of the loss scale.
+    """
+    if isinstance(spec, LossScale):
+        return spec
+    if isinstance(spec, (type, np.dtype)):
+        spec = str(jnp.dtype(spec))
+    if not isinstance(spec, str):
+        return StaticLossScale(spec)  # pyright: ignore[reportArgumentType]
+    text = spec.lower().strip()
+    # Only "half" looks at the devices, which starts JAX.
+    dtype = half_dtype() if text == "half" else name_to_dtype.get(text)
+    if text == "dynamic" or (dtype is not None and dtype == jnp.float16):
+        return DynamicLossScale()
+    if text == "none" or dtype is not None:
+        return NoOpLossScale()
+    kind, _, argument = text.rpartition(":")
+    try:
+        number = _number(argument)
+    except (ValueError, ArithmeticError):
+        number = None
+    if number is None or kind.strip() not in ("", "static", "dynamic"):
+        raise ValueError(
+            f'get_loss_scale: unknown loss scale {spec!r}; known are "none"; "dynamic" '
+            'or "dynamic:2**16"; a number, "1024" or "static:2**10"; the name of a '
+            'dtype ("half", "fp16", "bf16", "fp32", ...). A framework\'s own '
+            "configuration is for its function in jmp_scale.presets"
+        )
+    is_dynamic = kind.strip() == "dynamic"
+    return DynamicLossScale(number) if is_dynamic else StaticLossScale(number)
+
+
+def _number(text: str) -> float:
+    base, power, exponent = text.partition("**")
+    return float(base) ** float(exponent) if power else float(text)
+
+
 def checked_loss_scale(function: str, value: object) -> LossScale:
     """Returns `value`, a loss scale; otherwise an error says how to get one."""
     if isinstance(value, LossScale):
@@ -266,20 +311,12 @@ def checked_loss_scale(function: str, value: object) -> LossScale:
     )
 
 
-def scale_value(function: str, loss_scale: LossScale | ArrayLike) -> Scalar:
-    """Returns S, f32[]; a number must be in [2^-126, 2^126], an array a scalar."""
+def scale_value(function: str, loss_scale: LossScale | ArrayLike) -> float:
+    """Returns S of a loss scale or a number, which must be in [2^-126, 2^126]."""
     value = number_of(loss_scale)
-    # A device array is not checked: reading it would wait, or fail while tracing.
-    if not isinstance(value, jax.Array):
-        if not (isinstance(value, (int, float)) or hasattr(value, "dtype")):
-            checked_loss_scale(function, loss_scale)
-        value = _validation.static_loss_scale(function, value)
-    if jnp.shape(value) != ():
-        raise ValueError(
-            f"{function}: expected a scalar loss_scale, got one of shape "
-            f"{jnp.shape(value)}; vmap over it"
-        )
-    return jnp.asarray(value).astype(jnp.float32)
+    if not (isinstance(value, (int, float)) or hasattr(value, "dtype")):
+        checked_loss_scale(function, loss_scale)
+    return _validation.static_loss_scale(function, value)
 
 
 def number_of(loss_scale: LossScale | ArrayLike) -> Any:

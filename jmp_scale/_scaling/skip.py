@@ -94,11 +94,14 @@ def _negative_zeros(update: Leaf) -> jax.Array:
 
 def _step_of_lists(jaxpr: Jaxpr) -> Function:
     """Returns the step as a function of applied, inputs, old state and constants."""
+    is_plain = _is_observed(jaxpr)
 
-    def plain(applied: Flag, inputs: Arrays, old: Arrays, consts: Arrays) -> Arrays:
-        # With NaNs, a loop that waits for a value to become small would never end.
-        inputs = unless(applied, inputs, jnp.zeros_like)
-        return _select_last(jaxpr, applied, inputs, old, old, consts)
+    # JAX prints the function: `functools.partial` would print the whole jaxpr.
+    def step(applied: Flag, inputs: Arrays, old: Arrays, consts: Arrays) -> Arrays:
+        if is_plain:
+            # With NaNs, a loop that waits for a value to become small would never end.
+            inputs = unless(applied, inputs, jnp.zeros_like)
+        return _selected(jaxpr, applied, [*consts, *inputs, *old], old, not is_plain)
 
     def branch(applied: Flag, inputs: Arrays, old: Arrays, consts: Arrays) -> Arrays:
         # Discarded values must not be differentiated either: their derivatives may be
@@ -107,13 +110,8 @@ def _step_of_lists(jaxpr: Jaxpr) -> Function:
         # 1, because their NaNs would spread to the derivatives of the state.
         inputs = unless(applied, inputs, jnp.ones_like)
         read, consts = unless(applied, (old, consts), lax.stop_gradient)
-        return _select_last(jaxpr, applied, inputs, old, read, consts)
+        return _selected(jaxpr, applied, [*consts, *inputs, *read], old)
 
-    # JAX prints the function: `functools.partial` would print the whole jaxpr.
-    def fast(applied: Flag, inputs: Arrays, old: Arrays, consts: Arrays) -> Arrays:
-        return _fast(jaxpr, applied, inputs, old, consts)
-
-    step = plain if _is_observed(jaxpr) else fast
     if jaxpr.effects:  # JAX allows no effects in `custom_jvp` functions
         return step
     # `lax.cond` would fail if a `vmap` over steps is differentiated.
@@ -122,25 +120,10 @@ def _step_of_lists(jaxpr: Jaxpr) -> Function:
     return with_derivative
 
 
-def _select_last(
-    jaxpr: Jaxpr,
-    applied: Flag,
-    inputs: Arrays,
-    old: Arrays,
-    read: Arrays,
-    consts: Arrays,
+def _selected(
+    jaxpr: Jaxpr, applied: Flag, arguments: Arrays, old: Arrays, at_once: bool = False
 ) -> list[jax.Array]:
-    """Runs the update of a jaxpr on the state `read`, and selects at the end."""
-    leaves = evaluate_all(jaxpr, [*inputs, *read], consts)
-    count = len(leaves) - len(old)
-    updates, new = keep(applied, leaves[:count], leaves[count:], old)
-    return [*updates, *new]
-
-
-def _fast(
-    jaxpr: Jaxpr, applied: Flag, inputs: Arrays, old: Arrays, consts: Arrays
-) -> list[jax.Array]:
-    """Runs the update of a jaxpr, and selects each state leaf where it is computed.
+    """Runs the update, and selects each leaf of its state `at_once`, or at the end.
 
     If a leaf were selected after the update, two kernels would read the old leaf: the
     one that writes the new leaf, and the one that computes the updates. XLA:CPU runs
@@ -152,13 +135,13 @@ def _fast(
     for var, leaf in zip(jaxpr.outvars[count:], old, strict=True):
         # No equation defines an output that is an argument or a literal. Selecting
         # scalars afterwards costs nothing.
-        if not is_literal(var) and var in made and leaf.ndim:
+        if at_once and not is_literal(var) and var in made and leaf.ndim:
             old_of[var] = leaf
 
     def select(var: Var, value: jax.Array) -> jax.Array:
         return lax.select(applied, value, old_of[var]) if var in old_of else value
 
-    leaves = evaluate_all(jaxpr, [*inputs, *old], consts, select)
+    leaves = evaluate_all(jaxpr, arguments, change=select)
     state = []
     for var, new, leaf in zip(jaxpr.outvars[count:], leaves[count:], old, strict=True):
         # A second select would be one more operation in every kernel. If an optimizer

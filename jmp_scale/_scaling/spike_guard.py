@@ -106,25 +106,10 @@ class SpikeGuard(_pytree.Pytree):
             if values[name] is None:
                 is_float = name.endswith(("mean", "deviation"))
                 values[name] = jnp.zeros([], jnp.float32 if is_float else jnp.int32)
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(values)
 
     def _starts(self) -> dict[str, int]:
         return dict.fromkeys(self._leaf_names, 0)
-
-    @property
-    def loss_limit(self) -> jax.Array:
-        """The loss above which the next step is a spike, f32[]; infinite in warm-up."""
-        return jnp.where(self._is_warm(self.loss_steps), self._loss_limit, jnp.inf)
-
-    @property
-    def norm_limit(self) -> jax.Array:
-        """The norm above which the next step is a spike if its loss is ordinary, f32[].
-
-        Infinite in warm-up.
-        """
-        limit = jnp.exp2(self._log2_norm_limit(jnp.array(True)))
-        return jnp.where(self._is_warm(self.norm_steps), limit, jnp.inf)
 
     def judge(
         self, loss: Scalar | None, norm: Scalar, finite: Flag

@@ -1,7 +1,9 @@
 """`with_loss_scale`: wraps an Optax optimizer, and skips steps that overflowed."""
 
+import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,15 +25,16 @@ from .._state import (
     is_nothing,
 )
 from .._tree import is_data, is_inexact, map_inexact, promote_to_float32
-from .._types import Flag, Leaf, PyTree
+from .._types import Flag, Function, Leaf, PyTree
 from .._validation import warn
-from .extra_args import ExtraArgs, Keywords, keywords_of, takes_value
 from .finite import finite, finite_and_norm
 from .loss_scale import NoOpLossScale, checked_loss_scale
 from .skip import attempt, keep, select_step
 from .spike_guard import SpikeGuard
 
 T = TypeVar("T")
+ExtraArgs = dict[str, Any]  # keyword arguments of `update` after the parameters
+Keywords = tuple[frozenset[str], ...]  # that each part of an optimizer takes
 
 
 class LossScaleTransformation(optax.GradientTransformationExtraArgs):
@@ -101,7 +104,7 @@ def with_loss_scale(
     loss_scale = NoOpLossScale() if loss_scale is None else loss_scale
     loss_scale = checked_loss_scale("with_loss_scale", loss_scale)
     agreement = _mesh.agreement("with_loss_scale", axis_name)
-    keywords = keywords_of(inner.update)
+    keywords = _keywords_of(inner.update)
     steps = _SkippingOptimizer(inner, keywords, loss_scale, guard, agreement)
     return LossScaleTransformation(steps.init, steps.update)  # pyright: ignore
 
@@ -202,7 +205,7 @@ class _SkippingOptimizer:
     ) -> tuple[ExtraArgs, ExtraArgs]:
         """Returns the extra arguments of `inner` that may be NaN, and the others."""
         arrays, others = {}, dict(extra_args)
-        if takes_value(self.keywords, value, extra_args):
+        if _takes_value(self.keywords, value, extra_args):
             arrays["value"] = jnp.asarray(value)
         if "grad" in others:
             arrays["grad"] = promote_to_float32(others.pop("grad"))
@@ -255,18 +258,17 @@ def _next_state(
 
 
 def _warn_of_half_precision(params: optax.Params) -> None:
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    half = [(path, leaf.dtype) for path, leaf in leaves if holds_half(leaf)]
-    if half:
-        path, dtype = half[0]
-        warn(
-            "with_loss_scale: expected float32 parameters, got "
-            f"{jax.tree_util.keystr(path) or '(the whole tree)'} of {dtype}, "
-            "which loses updates smaller than its precision; keep them in float32 "
-            f'(jmp_scale.get_policy("params=float32,compute={dtype}").cast_to_param('
-            "params)) and cast them in the loss, or store the remainders: "
-            "with_loss_scale(jmp_scale.with_half_storage(optimizer))"
-        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if holds_half(leaf):
+            warn(
+                "with_loss_scale: expected float32 parameters, got "
+                f"{jax.tree_util.keystr(path) or '(the whole tree)'} of {leaf.dtype}, "
+                "which loses updates smaller than its precision; keep them in float32 "
+                f'(jmp_scale.get_policy("params=float32,compute={leaf.dtype}")'
+                ".cast_to_param(params)) and cast them in the loss, or store the "
+                "remainders: with_loss_scale(jmp_scale.with_half_storage(optimizer))"
+            )
+            return
 
 
 def _check_arguments(updates: PyTree, state: object, params: PyTree) -> None:
@@ -332,3 +334,64 @@ def _state_like(new: optax.OptState, old: optax.OptState) -> optax.OptState:
             "Chain what only measures, such as optax.monitor, outside of it"
         )
     return jax.tree.map(lambda x, y: _mesh.reshard_like(_cast_leaf(x, y), y), new, old)
+
+
+def _takes_value(keywords: Keywords, value: object, extra_args: ExtraArgs) -> bool:
+    """Whether the loss is passed to `inner`; its signature may refuse it, as SAM's."""
+    if value is None:
+        if "loss" in extra_args and not any("loss" in taken for taken in keywords):
+            raise TypeError(
+                "with_loss_scale: expected the loss as value=, got loss=, which inner "
+                "does not accept; write update(grads, state, params, value=loss)"
+            )
+        return False
+    is_refused = any(not taken & {"", "value"} for taken in keywords)
+    # If one part needs it and another refuses it, Optax raises its own error.
+    return not is_refused or any("value" in taken for taken in keywords)
+
+
+def _keywords_of(update: Function, seen: tuple[int, ...] = ()) -> Keywords:
+    """Returns the keywords of each function that extra arguments of `update` reach.
+
+    "" in a set means that the function accepts further keywords. A wrapper (a chain, a
+    mask) forwards them to functions in its closure; Optax's functions ignore them; any
+    other function may use a `loss`.
+    """
+    function = inspect.unwrap(update)
+    if id(function) in seen:
+        return ()
+    seen = (*seen, id(function))
+    parameters = _parameters(function)
+    names = frozenset(p.name for p in parameters)
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return (names,)
+    held = []
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            held.append(cell.cell_contents)
+    found: list[frozenset[str]] = []
+    transformation = optax.GradientTransformation
+    for leaf in jax.tree.leaves(held, is_leaf=lambda x: isinstance(x, transformation)):
+        if isinstance(leaf, optax.GradientTransformationExtraArgs):
+            found += _keywords_of(leaf.update, seen)
+        elif inspect.isroutine(leaf) and _is_update(leaf):
+            found += _keywords_of(leaf, seen)
+    is_optax = (getattr(function, "__module__", None) or "").startswith("optax.")
+    others = set() if is_optax or found else {"loss"}
+    return (names | {""} | others, *found)
+
+
+def _is_update(function: Function) -> bool:
+    """Whether a function has the parameters of an Optax update with extra arguments."""
+    parameters = _parameters(function)
+    if len(parameters) < 4:
+        return False
+    params, last = parameters[2], parameters[-1]
+    has_params = params.name == "params" or params.default is None
+    return has_params and last.kind in (last.KEYWORD_ONLY, last.VAR_KEYWORD)
+
+
+def _parameters(function: Function) -> list[inspect.Parameter]:
+    with contextlib.suppress(TypeError, ValueError):  # without a signature
+        return list(inspect.signature(function).parameters.values())
+    return []

@@ -1,6 +1,7 @@
 """Compares programs that run in turn, with the first one beside itself as a control."""
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from .._types import Function, PyTree
 
 CONTROL = " beside itself"  # the first program's name goes before
 
-_ROUNDS = range(3, 16)  # as many as time allows
+_ROUNDS = range(3, 15)  # as many as time allows
 _SAMPLE = 0.03  # seconds that the calls of one sample take
 # What JAX raises for a dtype or a size that a device does not support, or has no memory
 # for.
@@ -48,7 +49,7 @@ class Ratio:
         return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Row:
     """The measurements of one program."""
 
@@ -93,44 +94,39 @@ def compare(
       flops: operations of one call, for `Row.teraflops`.
     """
     base, reference = next(iter(programs)), None
-    ready: dict[str, Program] = {}
-    errors: dict[str, float] = {}
-    notes: dict[str, str] = {}
+    rows = {name: Row(name) for name in programs}
+    samples: dict[str, Callable[[], float]] = {}
     for name, compile_ in programs.items():
         try:
-            program = compile_()
-            results = jax.block_until_ready(program.run())
+            run, rows[name].mebibytes = compile_()
+            results = jax.block_until_ready(run())
+            calls = min(max(round(_SAMPLE / seconds_of(run, 1)), 1), 1000)
         except _REFUSALS as error:
-            notes[name] = f"refused: {type(error).__name__}"
+            rows[name].note = f"refused: {type(error).__name__}"
             continue
-        ready[name] = program
+        samples[name] = functools.partial(seconds_of, run, calls)
         if gradient_of is not None and name == base:
             reference = gradient_of(results)
         elif gradient_of is not None and reference is not None:
-            errors[name] = relative_error(gradient_of(results), reference)
-    if base in ready:
+            rows[name].error = relative_error(gradient_of(results), reference)
+    if base in samples:
         # The control runs at the end of a round, as far from the base as the others.
-        ready[base + CONTROL] = ready[base]
-    times = _times(ready, seconds, notes)
-    rows = [Row(name, note=note) for name, note in notes.items()]
+        control = base + CONTROL
+        samples[control] = samples[base]
+        rows[control] = dataclasses.replace(rows[base], program=control)
+    times = _times(samples, seconds, rows)
     for name, own in times.items():
-        gain, median = None, statistics.median(own)
+        median = statistics.median(own)
+        rows[name].milliseconds = 1000 * median
+        if flops is not None:
+            rows[name].teraflops = flops / median / 1e12
         if name != base and base in times:
-            gain = Ratio.of([a / b for a, b in zip(times[base], own, strict=True)])
-        row = Row(
-            name,
-            milliseconds=1000 * median,
-            gain=gain,
-            mebibytes=ready[name].mebibytes,
-            error=errors.get(name),
-            teraflops=None if flops is None else flops / median / 1e12,
-        )
-        rows.append(row)
-    order = [*programs, base + CONTROL]
-    rows.sort(key=lambda row: order.index(row.program))
-    control = rows[-1].gain if rows[-1].program == base + CONTROL else None
-    believable = max(control.high, 1 / control.low) if control else None
-    return Comparison(title, tuple(rows), believable)
+            pairs = zip(times[base], own, strict=True)
+            rows[name].gain = Ratio.of([a / b for a, b in pairs])
+    *_, last = rows.values()
+    noise = last.gain if last.program == base + CONTROL else None
+    believable = max(noise.high, 1 / noise.low) if noise else None
+    return Comparison(title, tuple(rows.values()), believable)
 
 
 def markdown(comparison: Comparison) -> str:
@@ -139,7 +135,10 @@ def markdown(comparison: Comparison) -> str:
     columns = {
         comparison.title: [row.program for row in rows],
         "ms": [_cell(row.milliseconds, ".3g") for row in rows],
-        "times as fast": [str(row.gain or row.note or "1") for row in rows],
+        "times as fast": [
+            str(row.gain or row.note or ("1" if row is rows[0] else "-"))
+            for row in rows
+        ],
         "MiB per device": [_cell(row.mebibytes, ".1f") for row in rows],
         "gradient off by": [_cell(row.error, ".2%") for row in rows],
         "TFLOP/s": [_cell(row.teraflops, ".3g") for row in rows],
@@ -210,30 +209,22 @@ def seconds_of(run: Callable[[], object], calls: int) -> float:
 
 
 def _times(
-    programs: Mapping[str, Program], seconds: float, notes: dict[str, str]
+    samples: Mapping[str, Callable[[], float]], seconds: float, rows: Mapping[str, Row]
 ) -> dict[str, list[float]]:
     """Returns the seconds of a call, by program and round.
 
     A program that fails, such as for want of memory, is left out and gets a note.
     """
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    calls = dict.fromkeys(programs, 1)
-    end = 0.0
-    for i in range(_ROUNDS.stop):  # the first one tells how many calls fill a sample
-        if i > _ROUNDS.start and time.perf_counter() > end:
+    times: dict[str, list[float]] = {name: [] for name in samples}
+    end = time.perf_counter() + seconds
+    for i in range(_ROUNDS.stop):
+        if i >= _ROUNDS.start and time.perf_counter() > end:
             break
         # The order alternates, which cancels a drift of the clock.
         for name in list(times)[:: -1 if i % 2 else 1]:
             try:
-                found = seconds_of(programs[name].run, calls[name])
+                times[name].append(samples[name]())
             except _REFUSALS as error:
-                notes[name] = f"failed: {type(error).__name__}"
+                rows[name].note = f"failed: {type(error).__name__}"
                 del times[name]
-                continue
-            if i == 0:
-                calls[name] = min(max(round(_SAMPLE / found), 1), 1000)
-            else:
-                times[name].append(found)
-        if i == 0:
-            end = time.perf_counter() + seconds
     return times

@@ -28,6 +28,7 @@ OF_FLOAT16 = {
     "cube": lambda h: h**3,  # !half-square
     "power_of_65": lambda h: jnp.clip(h, 1, 6e4) ** 65,  # !half-square
     "norm": lambda h: jnp.linalg.norm(h),  # !half-square
+    "variance": lambda h: h.var(),  # !half-square
     "exponential": lambda h: jnp.exp(h),  # !half-exp
     "power": lambda h: jnp.abs(h) ** 0.7,  # !half-exp
     "logsumexp": lambda h: jax.nn.logsumexp(h),  # !half-exp
@@ -60,6 +61,7 @@ OF_BFLOAT16 = {
 OF_FLOAT32 = {
     "integers": lambda x: jnp.sin(jnp.arange(5000).astype(F16)),  # !half-integers
     "half_integers": lambda x: jnp.sin(jnp.arange(5000, dtype=F16)),  # !half-integers
+    "positions": lambda x: jnp.arange(5000.0)[:, None].astype(F16),  # !half-integers
     "samples": lambda x: (x * 100).astype(jnp.int16).astype(F16),  # !half-integers
     "cast_sum": lambda x: jnp.sin(jnp.sum(jnp.tile(x, 100)).astype(F16)),  # !half-sum
     "cast_cumsum": lambda x: jnp.cumsum(jnp.tile(x, 100)).astype(F16)[-1],  # !half-sum
@@ -72,6 +74,15 @@ OF_FLOAT32 = {
 STEPS = {
     "running_sum": lambda total, row: total + row,  # !half-carry
     "moving_average": lambda average, row: 0.99 * average + 0.01 * row,  # !half-carry
+    "pulled_average": lambda average, row: average + (row - average) / 9,  # !half-carry
+    "masked_sum": lambda sums, row: jnp.where(row > 0, sums + row, sums),  # !half-carry
+    "sum_at_a_place": lambda sums, row: sums[None].at[0].add(row)[0],  # !half-carry
+    "sum_in_a_branch": lambda total, row: lax.cond(
+        row > 0,
+        lambda total: total + row,  # !half-carry
+        lambda total: total,
+        total,
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""`compare_gradients`: compares gradients in half precision and float32, by leaf."""
+"""`compare_gradients`: the errors of a half-precision gradient, and at which S."""
 
 import functools
 import math
@@ -23,13 +23,16 @@ from .._backward import (
     start_of,
 )
 from .._tables import leaf_name, percent, power, printed, table
-from .window import TRIED, Window, window_of
 
 # Training tolerates an error of this share of a gradient's norm. Gradients of two
 # batches differ by far more. Ports with errors of up to 7 % trained as in float32, and
 # ports with 50 % did not.
 _BEARABLE = 0.1
 _LOST = 0.5  # a leaf that loses more than this share of its elements is lost
+_TRIED = tuple(2.0**k for k in range(-4, 25, 2))  # up to a `DynamicLossScale`'s cap
+_LEAST, _MOST = 1.0, 2.0**24  # range of S of a `DynamicLossScale` by default
+_ROOM = 4  # overflows lie at least this factor above a recommended S
+_EXACT = 2.0**-8  # errors of a leaf that differ by less are those of rounding
 
 NOT_FINITE = "Float32 is not finite itself: run diagnose_nonfinite(loss, 1, ...)."
 
@@ -62,6 +65,33 @@ class LeafComparison(NamedTuple):
     def is_lost(self) -> bool:
         """Whether more than half of it is lost, and it is not noise."""
         return self.lost > _LOST and not self.is_noise
+
+
+@printed
+class Window(NamedTuple):
+    """Loss scales that work, of those that were tried.
+
+    At each of them the error is bearable, no leaf is lost, and the loss and all
+    gradients are finite. S = 1 is among them only if each leaf is as exact at 1 as at
+    its best S: within 2^-8 of its norm.
+
+    Attributes:
+      lowest: the lowest S of the window.
+      highest: the highest S of the window.
+      start: S to start from: a quarter of `highest`, but in the window and, if
+        possible, in the range of a `DynamicLossScale()`.
+    """
+
+    lowest: float
+    highest: float
+    start: float
+
+    def summary(self) -> str:
+        """Returns the window in a sentence."""
+        text = f"Loss scales from {power(self.lowest)} to {power(self.highest)} work"
+        if self.lowest <= 1 <= self.highest:
+            return f"{text}, including 1: loss scaling is not needed here."
+        return f"{text}: start from {power(self.start)}."
 
 
 @printed
@@ -123,9 +153,14 @@ class GradientComparison(NamedTuple):
             shares = map(percent, (leaf.error, leaf.float32_error, leaf.lost))
             cells = f"{leaf.norm:.2e}", *shares, "yes" if leaf.finite else "no"
             rows.append((leaf_name(leaf.path), *cells))
+        lines = [_verdict(self)]
+        if self.window:
+            lines.append(self.window.summary())
+        elif self.loss_scales:
+            low, high = power(self.loss_scales[0]), power(self.loss_scales[-1])
+            lines.append(f"No loss scale from {low} to {high} works.")
         losses = f"loss {self.half_loss:.6g}, in float32 {self.loss:.6g}"
-        losses += f", loss scale {power(self.loss_scale)}"
-        lines = [_verdict(self), *_window_line(self), losses]
+        lines.append(f"{losses}, loss scale {power(self.loss_scale)}")
         return "\n".join([*lines, *table(rows, k=k + 2)])
 
 
@@ -173,15 +208,53 @@ def compare_gradients(
     run_half = compiled(lambda s, arrays: half.run(s, rejoin(arrays)))
     dtypes = narrow_dtypes(run_half.trace(jnp.float32(1.0), arrays).jaxpr)
     if loss_scales is None and "float16" in dtypes:
-        tried = TRIED
+        tried = _TRIED
     reference = Reference(run, wide)
     found = reference.compared(*start.found(lambda s: run_half(s, arrays)))
-    found = found._replace(holds_half=bool(dtypes))
     at = [reference.compared(run_half(jnp.float32(s), arrays), s) for s in tried]
     works = [one.is_precise for one in at]
     errors = [[leaf.error for leaf in one.leaves if not leaf.is_noise] for one in at]
-    window = window_of(tried, works, errors) if tried else None
-    return found._replace(loss_scales=tried, window=window)
+    return found._replace(
+        holds_half=bool(dtypes),
+        loss_scales=tried,
+        window=window_of(tried, works, errors),
+    )
+
+
+def window_of(
+    scales: Sequence[float], works: Sequence[bool], errors: Sequence[Sequence[float]]
+) -> Window | None:
+    """Returns the longest run of neighbors that work, the lower of two; None if none.
+
+    Args:
+      scales: increasing loss scales.
+      works: whether each of them works.
+      errors: for each of them the errors of the leaves that are not noise.
+    """
+    runs: list[list[int]] = [[]]
+    for i, works_here in enumerate(works):
+        if works_here:
+            runs[-1].append(i)
+        else:
+            runs.append([])
+    run = _without_inexact_one(max(runs, key=len), scales, errors)
+    if not run:
+        return None
+    lowest, highest = scales[run[0]], scales[run[-1]]
+    start = min(max(highest / _ROOM, _LEAST), _MOST)
+    return Window(lowest, highest, min(max(start, lowest), highest))
+
+
+def _without_inexact_one(
+    run: list[int], scales: Sequence[float], errors: Sequence[Sequence[float]]
+) -> list[int]:
+    """Drops S = 1, and what is below or above it, if another S is more exact."""
+    for one in (i for i in run if scales[i] == 1):
+        for leaf, error in enumerate(errors[one]):
+            best = min(reversed(run), key=lambda i: errors[i][leaf])
+            if error - errors[best][leaf] > _EXACT:
+                return [i for i in run if (i - one) * (best - one) > 0]
+    return run
 
 
 class Reference:
@@ -238,10 +311,7 @@ def _changed_in_the_last_digit(arrays: Arrays) -> list[jax.Array]:
 
 
 def _error(rows: Sequence[Sequence[float]]) -> float:
-    """Returns the norm of the difference over the norm of the reference.
-
-    It is infinite if it is not finite.
-    """
+    """Returns the norm of the difference over that of the reference, or infinity."""
     norm, distance = (math.hypot(*(row[i] for row in rows)) for i in (0, 1))
     if not math.isfinite(distance) or norm == 0:
         return math.inf if distance else 0.0
@@ -298,12 +368,3 @@ def _verdict(found: GradientComparison) -> str:
     if found.is_precise:
         return f"Precise enough: {verdict}"
     return f"Not precise enough: {verdict}{cure}"
-
-
-def _window_line(found: GradientComparison) -> list[str]:
-    if found.window:
-        return [found.window.summary()]
-    if not found.loss_scales:
-        return []
-    low, high = map(power, (found.loss_scales[0], found.loss_scales[-1]))
-    return [f"No loss scale from {low} to {high} works."]

@@ -1,21 +1,107 @@
-"""Derives the facts of an operation's outputs from those of its inputs."""
+"""What is known about the values of a traced program, equation by equation."""
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Var
 
-from ..._jaxpr import SAME_ENTRIES, Atom, constant, dtype_name, shape, size, words
+from ..._jaxpr import (
+    SAME_ENTRIES,
+    Atom,
+    constant,
+    dtype_name,
+    is_literal,
+    shape,
+    size,
+    words,
+)
+from ..._policy import is_half
 from ..._types import Function
-from .equation import INF, Fact, is_integer, is_wide
+from .._source import Place
 
+SourceLine = tuple[str | None, int | None]
+INF = math.inf
 _MOST_OF_A_MASK = 8
 _NUMBERS = ("float", "bfloat", "int", "uint")
+_ADDITIONS = ("add", "add_any", "sub", "scatter-add")
+_SLICE_GRADIENTS = words("dynamic_update_slice pad scatter scatter-add")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fact:
+    """Knowledge about the elements of an array."""
+
+    low: float = -INF  # no element is smaller
+    high: float = INF  # no element is larger
+    extreme: float = 0.0  # a constant that some are equal to, which float16 loses
+    # Result if the other operand is 0: eps for x + eps; None without a constant.
+    epsilon: float | None = None
+    summed: float = 0.0  # number of float32 elements summed
+    maker: str = ""  # name of the operation that computed them
+    varying: frozenset[Var] = frozenset()  # in the loops around, that it depends on
+    # The carries in half precision of which it is `a * carry + b`, with a number `a`
+    # and a `b` that does not depend on the carry; and the last addition of a `b`.
+    sums: "Mapping[Var, Equation | None]" = dataclasses.field(default_factory=dict)
+
+    @property
+    def magnitude(self) -> float:
+        return max(abs(self.low), abs(self.high))
+
+    @property
+    def may_be_zero(self) -> bool:
+        return self.low <= 0 <= self.high
+
+    @property
+    def single(self) -> float | None:
+        """The value of all elements, if they are known to be equal."""
+        return self.low if self.low == self.high else None
+
+
+class Equation(NamedTuple):
+    """An equation of the traced program in its place."""
+
+    eqn: JaxprEqn
+    place: Callable[[], Place]  # a function, because to find its source line takes time
+    backward: bool = False  # whether JAX transposed an equation of the same line
+    times: int = 1  # how often it runs
+    ins: Sequence[Fact] = ()  # facts of its inputs
+
+    @property
+    def name(self) -> str:
+        return self.eqn.primitive.name
+
+    @property
+    def source(self) -> str:  # dtype
+        return dtype_name(self.eqn.invars[0]) if self.eqn.invars else ""
+
+    @property
+    def result(self) -> str:  # dtype
+        return dtype_name(self.eqn.outvars[0]) if self.eqn.outvars else ""
+
+    @property
+    def line(self) -> SourceLine:
+        return self.place()[:2]
+
+    @property
+    def narrows(self) -> bool:
+        """Whether it casts float32 or wider to half precision."""
+        casts = self.name == "convert_element_type"
+        return casts and is_wide(self.source) and is_half(self.result)
+
+
+def is_wide(dtype: str) -> bool:
+    """Whether a dtype is float32 or float64."""
+    return dtype in ("float32", "float64")
+
+
+def is_integer(dtype: str) -> bool:
+    return dtype.startswith(("int", "uint"))
 
 
 def rounded(value: Any, dtype: str) -> Any:
@@ -30,8 +116,9 @@ def is_lost(value: float, dtype: str = "float16") -> bool:
     return value != held and (held == 0 or math.isinf(held))
 
 
-def of_dtype(dtype: str) -> Fact:
-    """Returns the fact of a dtype: integer types and booleans have bounds."""
+def of_type(atom: Atom) -> Fact:
+    """Returns the fact of a variable's type: integer types and booleans have bounds."""
+    dtype = dtype_name(atom)
     if dtype == "bool":
         return Fact(0.0, 1.0)
     if is_integer(dtype):
@@ -40,25 +127,17 @@ def of_dtype(dtype: str) -> Fact:
     return Fact()
 
 
-def of_constant(value: object, dtype: str) -> Fact:
-    """Returns the fact of a constant."""
+def of_constant(atom: Atom, value: object) -> Fact:
+    """Returns the fact of a constant with this value."""
     array = constant(value)
     # A NaN is not between any bounds.
     if array is None or array.size == 0 or np.isnan(array).any():
-        return of_dtype(dtype)
+        return of_type(atom)
     low, high = float(array.min()), float(array.max())
     values = np.unique(array)
     has_few = values.size <= _MOST_OF_A_MASK
     extreme = next(filter(is_lost, values.tolist() if has_few else ()), 0.0)
     return Fact(low, high, extreme)
-
-
-def of_atom(atom: Atom) -> Fact:
-    """Returns the fact of a literal, or of a variable by its type alone."""
-    dtype = dtype_name(atom)
-    if isinstance(atom, Literal):
-        return of_constant(atom.val, dtype)
-    return of_dtype(dtype)
 
 
 def join(a: Fact, b: Fact) -> Fact:
@@ -70,16 +149,52 @@ def join(a: Fact, b: Fact) -> Fact:
         extreme=a.extreme or b.extreme,
         epsilon=None,
         summed=max(a.summed, b.summed),
-        maker=None,
+        maker="",
+        sums={v: a.sums[v] or b.sums[v] for v in a.sums if v in b.sums},
     )
 
 
-def transfer(eqn: JaxprEqn, facts: Sequence[Fact]) -> list[Fact]:
+def transfer(equation: Equation) -> list[Fact]:
     """Returns the facts of the outputs of an equation without nested jaxprs."""
-    rule = _RULES.get(eqn.primitive.name)
-    if rule is None or len(eqn.outvars) != 1:
-        return [of_atom(v) for v in eqn.outvars]
-    return [rule(eqn, *facts)]
+    eqn, name, facts = equation.eqn, equation.name, equation.ins
+    rule = _RULES.get(name, lambda eqn, *facts: of_type(eqn.outvars[0]))
+    if len(eqn.outvars) != 1:
+        return [of_type(v) for v in eqn.outvars]
+    maker = facts[0].maker if name in SAME_ENTRIES else name
+    return [replace(rule(eqn, *facts), maker=maker, sums=_sums(equation))]
+
+
+def _sums(equation: Equation) -> dict[Var, Equation | None]:
+    """Returns the carries that the result is a sum of, as `Fact` defines them."""
+    pairs = [*zip(equation.eqn.invars, equation.ins, strict=True)]
+    found = {}
+    for carry in frozenset[Var]().union(*(fact.sums for fact in equation.ins)):
+        parts = [fact.sums for fact in equation.ins if carry in fact.varying]
+        others = [(v, fact) for v, fact in pairs if carry not in fact.varying]
+        if _is_linear(equation, others) and all(carry in part for part in parts):
+            last = next((part[carry] for part in parts if part[carry]), None)
+            found[carry] = equation if others and equation.name in _ADDITIONS else last
+    return found
+
+
+def _is_linear(equation: Equation, others: Sequence[tuple[Atom, Fact]]) -> bool:
+    """Whether an operation adds to inputs, moves them, or takes them times a number."""
+    (out,) = equation.eqn.outvars
+    match equation.name:
+        case "add" | "add_any" | "sub":
+            # A gradient of `x[i]` is added to other elements each time.
+            return all(fact.maker not in _SLICE_GRADIENTS for _, fact in others)
+        case "scatter-add":
+            return not equation.ins[1].varying  # else to other elements each time
+        case "mul" | "div":
+            if len(others) != 1:
+                return False
+            factor, _ = others[0]
+            is_divisor = factor is equation.eqn.invars[1]
+            # A decay rate is one number, whereas a gate has the size of the state.
+            is_number = is_literal(factor) or 1 == size(factor) < size(out)
+            return is_number and (is_divisor or equation.name == "mul")
+    return equation.name in SAME_ENTRIES | {"neg", "select_n"}
 
 
 # Bounds, extremes, epsilons and sums.
@@ -87,12 +202,13 @@ def transfer(eqn: JaxprEqn, facts: Sequence[Fact]) -> list[Fact]:
 
 def _computed(fun: Function, eqn: JaxprEqn, *facts: Fact) -> Fact:
     """Returns the fact of a function of numbers."""
-    name, dtype = eqn.primitive.name, dtype_name(eqn.outvars[0])
-    results = functools.partial(_results, fun, dtype)
+    (out,) = eqn.outvars
+    name, dtype = eqn.primitive.name, dtype_name(out)
+    results = functools.partial(_results, fun, out)
     ends = results(map(_ends, facts)) if dtype.startswith(_NUMBERS) else np.empty(0)
     is_unbounded = name == "div" and facts[1].low < 0 <= facts[1].high
     if is_unbounded or ends.size == 0:
-        return of_dtype(dtype)
+        return of_type(out)
     fact = Fact(float(ends[0]), float(ends[-1]))
     arrays = [f for f in facts if f.single is None]
     if not arrays:
@@ -109,23 +225,26 @@ def _computed(fun: Function, eqn: JaxprEqn, *facts: Fact) -> Fact:
     number = eqn.invars[-1] if x is facts[0] else eqn.invars[0]
     keeps = name in ("add", "max") and shape(number) == ()
     epsilon = 0.0 if keeps and x.epsilon is None else x.epsilon
+    if name == "sqrt" and epsilon == 0:
+        epsilon = None  # it is reported here, and so not at a division by the root
+    is_sum = is_wide(dtype) and (len(facts) == 2 or name == "convert_element_type")
     return replace(
         fact,
         extreme=extreme if is_lost(extreme) else 0.0,
         epsilon=None if epsilon is None else result(epsilon),
-        summed=abs(result(x.summed)) if x.summed and is_wide(dtype) else 0.0,
+        summed=abs(result(x.summed)) if x.summed and is_sum else 0.0,
     )
 
 
 def _results(
-    fun: Function, dtype: str, operands: Iterable[Iterable[float]]
+    fun: Function, out: Atom, operands: Iterable[Iterable[float]]
 ) -> np.ndarray:
     """Returns a function's values at all combinations of numbers, sorted, unique."""
     grid = np.meshgrid(*(np.array([*numbers], float) for numbers in operands))
     with np.errstate(all="ignore"):
         exact = fun(*grid)
+    dtype, limits = dtype_name(out), of_type(out)
     found = np.trunc(exact) if is_integer(dtype) else rounded(exact, dtype)
-    limits = of_dtype(dtype)
     return np.unique(found[~np.isnan(found)]).clip(limits.low, limits.high)
 
 
@@ -136,19 +255,15 @@ def _ends(x: Fact) -> set[float]:
 
 def _mul(eqn: JaxprEqn, x: Fact, y: Fact) -> Fact:
     if eqn.invars[0] is eqn.invars[1]:
-        return _power(eqn, x, 2)
+        return _computed(np.square, eqn, x)
     return _computed(np.multiply, eqn, x, y)
 
 
-def _power(eqn: JaxprEqn, x: Fact, exponent: int) -> Fact:
-    if exponent < 2:  # no rule needs bounds of 1/x and x^0
+def _power(eqn: JaxprEqn, x: Fact) -> Fact:
+    exponent = eqn.params["y"]
+    if exponent < 2:  # no rule needs bounds of 1/x
         return Fact()
-    return replace(_computed(lambda x: x**exponent, eqn, x), summed=0.0)
-
-
-def _sqrt(eqn: JaxprEqn, x: Fact) -> Fact:
-    # A lost epsilon is reported at the root, and so not at a division by the root.
-    return _computed(np.sqrt, eqn, replace(x, epsilon=x.epsilon or None))
+    return _computed(lambda x: x**exponent, eqn, x)
 
 
 def _moved(eqn: JaxprEqn, x: Fact, *rest: Fact) -> Fact:
@@ -171,11 +286,6 @@ def _sum(eqn: JaxprEqn, x: Fact) -> Fact:
     return Fact(x.low * count, x.high * count, summed=summed)
 
 
-def _iota(eqn: JaxprEqn) -> Fact:
-    count = shape(eqn.outvars[0])[eqn.params["dimension"]]
-    return Fact(0.0, float(max(count - 1, 0)))
-
-
 _FUNCTIONS: dict[str, Function] = {
     "abs": np.abs,
     "add": np.add,
@@ -186,6 +296,8 @@ _FUNCTIONS: dict[str, Function] = {
     "max": np.maximum,
     "min": np.minimum,
     "neg": np.negative,
+    "sqrt": np.sqrt,
+    "square": np.square,
     "sub": np.subtract,
     "tanh": np.tanh,
 }
@@ -201,13 +313,11 @@ _RULES: dict[str, Callable[..., Fact]] = {
     **dict.fromkeys(_JOINS, _joined),
     **dict.fromkeys(["erf", "sign", "sin", "cos"], lambda eqn, x: Fact(-1.0, 1.0)),
     "cumsum": lambda eqn, x: join(_sum(eqn, x), x),
-    "iota": _iota,
-    "integer_pow": lambda eqn, x: _power(eqn, x, eqn.params["y"]),
+    "iota": lambda eqn: Fact(0.0, shape(eqn.outvars[0])[eqn.params["dimension"]] - 1.0),
+    "integer_pow": _power,
     "logistic": lambda eqn, x: Fact(0.0, 1.0),
     "mul": _mul,
     "reduce_sum": _sum,
-    "sqrt": _sqrt,
-    "square": lambda eqn, x: _power(eqn, x, 2),
 }
 
 

@@ -6,7 +6,6 @@ which the interpreter of `autocast` finds it in loops, branches and derivative r
 
 import dataclasses
 import functools
-import math
 import os
 import re
 from collections.abc import Hashable, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from ... import _jaxpr
 from ..._autocast.dot_general import bilinear
@@ -46,8 +45,6 @@ class ProductGroup:
     equations: tuple[JaxprEqn, ...]
     place: Place
     work: int = 0  # floating-point operations forward
-    alone: float = math.nan  # errors as in `SensitiveProduct`, where it is measured
-    without: float = math.nan
 
     @property
     def scopes(self) -> tuple[str, ...]:
@@ -101,9 +98,7 @@ class Probe:
         in_float32 = np.zeros(_MOST_FLAGS, bool), jnp.float32(1)
         run = functools.partial(self._program, *in_float32)
         self.reference = Reference(run, self._arrays)
-        self.groups = [
-            group for group in self._by_place.values() if group.number in cast
-        ]
+        self.groups = [g for g in self._by_place.values() if g.number in cast]
 
     def error(self, half: Sequence[ProductGroup]) -> float:
         """Returns the error of the gradient with these products in half precision."""
@@ -112,12 +107,11 @@ class Probe:
     def compared(
         self, half: Sequence[ProductGroup], start: Start
     ) -> GradientComparison:
-        return self.reference.compared(*start.found(lambda s: self.run(half, s)))
-
-    def run(self, half: Sequence[ProductGroup], s: ArrayLike) -> Backward:
+        """Compares the gradient that has these products in half precision."""
         flags = np.zeros(_MOST_FLAGS, bool)
         flags[[group.number for group in half]] = True
-        return self._program(flags, jnp.float32(s), self._arrays)
+        found = start.found(lambda s: self._program(flags, s, self._arrays))
+        return self.reference.compared(*found)
 
     def _flagged(self, flags: jax.Array, met: set[int], *args: PyTree) -> jax.Array:
         arrays, rejoin = split_arrays(args)
@@ -146,36 +140,27 @@ class Probe:
         """Returns a jaxpr whose products, and calls with rules, name their numbers."""
 
         def change(eqn: JaxprEqn) -> JaxprEqn:
-            name, chain = eqn.primitive.name, (*outer, eqn)
-            if name in _jaxpr.PRODUCTS:
-                self.work += times * flops(eqn)
-                if not becomes_half(eqn):
-                    return eqn
-                return self._with_number(eqn, chain, place_of(eqn, place), times)
-            if not any(map(flops, _jaxpr.equations_within(eqn))):
+            work = sum(map(flops, (eqn, *_jaxpr.equations_within(eqn))))
+            if not work:
                 return eqn
-            here, loop = place_of(eqn, place), _jaxpr.loop_of(eqn)
-            trips = loop.trips if loop else None
-            runs = times * (trips or 1) * _jaxpr.mesh_size(eqn)
+            self.work += times * flops(eqn)
+            chain, here = (*outer, eqn), place_of(eqn, place)
 
             def numbered(nested: Program) -> Program:
-                return self._numbered(nested, chain, here, runs)
+                return self._numbered(nested, chain, here, times * _jaxpr.repeats(eqn))
 
-            eqn = eqn.replace(params=_jaxpr.map_jaxprs(numbered, eqn))
-            if name == "custom_jvp_call":  # for the products of its rule
-                eqn = self._with_number(eqn, chain, here, times)
-            return eqn
+            params = _jaxpr.map_jaxprs(numbered, eqn)
+            # A call with a rule has a number for the products of the rule.
+            if not becomes_half(eqn) and eqn.primitive.name != "custom_jvp_call":
+                return eqn.replace(params=params)
+            new = ProductGroup(len(self._by_place), chain, here)
+            key = *here[:2], here.library, new.scopes
+            group = self._by_place.setdefault(key, new)
+            group.work += times * work
+            stack = eqn.source_info.name_stack.extend(f"float32_or_half_{group.number}")
+            return _jaxpr.with_scopes(eqn.replace(params=params), stack)
 
         return _jaxpr.map_equations(change, jaxpr)
-
-    def _with_number(
-        self, eqn: JaxprEqn, chain: tuple[JaxprEqn, ...], place: Place, times: int
-    ) -> JaxprEqn:
-        new = ProductGroup(len(self._by_place), chain, place)
-        group = self._by_place.setdefault((*place[:2], place.library, new.scopes), new)
-        group.work += times * sum(map(flops, (eqn, *_jaxpr.equations_within(eqn))))
-        stack = eqn.source_info.name_stack.extend(f"float32_or_half_{group.number}")
-        return _jaxpr.with_scopes(eqn, stack)
 
 
 @dataclasses.dataclass(frozen=True)

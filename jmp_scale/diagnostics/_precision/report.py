@@ -18,7 +18,8 @@ from .._backward import Loss
 from .._source import Place, begin_user_code, place_of_caller, place_of_function
 from .._tables import printed, table
 from . import work
-from .equation import SEVERITIES, Finding, SourceLine, finding_at, location
+from .facts import SourceLine
+from .rules import SEVERITIES, Finding, finding_at, full_matmuls, location
 from .walk import Walk
 from .work import Operation
 
@@ -30,8 +31,8 @@ class PrecisionReport(NamedTuple):
     """The result of `precision_report`, in Python values.
 
     Attributes:
-      findings: one for each line and rule, in the order of the lines.
-      operations: matrix products and convolutions by dtype, most work first.
+      findings: one for each line and rule, in the order of the program, forward first.
+      operations: what runs in which dtype, most matrix work first.
       half_share: share of the FLOPs of matrix products and convolutions, forward and
         backward, whose operands are half precision, from 0 to 1; 0 if there are none.
       not_looked_into: (primitive, "file:line") of opaque operations, which are not
@@ -52,7 +53,16 @@ class PrecisionReport(NamedTuple):
         counts = [(severities.count(s), s) for s in reversed(SEVERITIES)]
         parts = [f"{n} {s}{'s' if n > 1 else ''}" for n, s in counts if n]
         lines.append(", ".join(parts) or "No findings.")
-        return "\n".join([*lines, *_table(self)])
+        rows = [("operation", "operands", "runs", "share")]
+        for name, dtype, executions, flops, share in self.operations:
+            if flops:
+                rows.append((name, dtype, str(executions), f"{100 * share:.1f} %"))
+        if not rows[1:]:
+            return "\n".join([*lines, "No matrix products or convolutions."])
+        lines.append(
+            f"{100 * self.half_share:.1f} % of the matrix work is half precision:"
+        )
+        return "\n".join([*lines, *table(rows, names=2)])
 
 
 def precision_report(
@@ -104,23 +114,24 @@ def precision_report(
     gradients = pair[1] if isinstance(pair, tuple) and len(pair) == 2 else None
     forward = Walk(zero).through(program, caller)
     backward = Walk(zero, differentiated=True).through(differentiated, caller)
-    operations = work.operations(backward.products)
+    operations = work.operations(backward.operations)
     keeps_digits = find_half_storage((args, opt_state))
+    place = place_of_function(fun, caller)
     found = [
-        *(() if keeps_digits else _half_parameters(gradients, fun, caller)),
+        *(() if keeps_digits else _half_parameters(gradients, place)),
         *_overflowing_constants(forward, infinite),
         *forward.found,
-        *_half_loss(loss, fun, caller),
+        *_half_loss(loss, place),
         *backward.found,
         # autocast left products in float32 on purpose, so the user need not cast them.
-        *(() if forward.autocasts else work.full_matmuls(backward.products)),
+        *(() if forward.autocasts else full_matmuls(backward.operations)),
     ]
-    unread = [(name, location(place[:2])) for name, place in forward.unread]
+    unread = [e for e in forward.unread if "debug" not in e.name]
     return PrecisionReport(
-        tuple(_by_line(found)),
+        tuple(_one_per_line(found)),
         operations,
         work.half_share(operations),
-        tuple(dict.fromkeys(unread)),
+        tuple(dict.fromkeys((e.name, location(e.line)) for e in unread)),
     )
 
 
@@ -136,16 +147,16 @@ def _trace(fun: Function, args: tuple[PyTree, ...]) -> tuple[ClosedJaxpr, PyTree
 
 
 @contextlib.contextmanager
-def _noting_lost_constants() -> Iterator[tuple[set[SourceLine], set[SourceLine]]]:
+def _noting_lost_constants() -> Iterator[tuple[list[SourceLine], list[SourceLine]]]:
     """Records the lines at which a constant becomes infinite, or 0, in its dtype.
 
     The trace contains only the constant after the cast. NumPy casts constants, and
     reports overflow and underflow.
     """
-    lines: dict[str, set[SourceLine]] = {"overflow": set(), "underflow": set()}
+    lines: dict[str, list[SourceLine]] = {"overflow": [], "underflow": []}
 
     def note(kind: str, flag: int) -> None:
-        lines[kind].add(place_of_caller()[:2])
+        lines[kind].append(place_of_caller()[:2])
 
     # NumPy would not cast anything for a trace in JAX's cache. With metadata of their
     # own these traces are new, and no compiled program shares them.
@@ -154,23 +165,10 @@ def _noting_lost_constants() -> Iterator[tuple[set[SourceLine], set[SourceLine]]
         yield lines["overflow"], lines["underflow"]
 
 
-def _table(report: PrecisionReport) -> list[str]:
-    rows: list[tuple[str, ...]] = [("operation", "operands", "runs", "share")]
-    for row in report.operations:
-        cells = str(row.executions), f"{100 * row.share:.1f} %"
-        rows.append((row.primitive, row.dtype, *cells))
-    if not rows[1:]:
-        return ["No matrix products or convolutions."]
-    share = f"{100 * report.half_share:.1f} %"
-    return [f"{share} of the matrix work is half precision:", *table(rows, names=2)]
-
-
 # Rules for a whole program.
 
 
-def _half_parameters(
-    gradients: PyTree, fun: Function, caller: Place
-) -> Iterator[Finding]:
+def _half_parameters(gradients: PyTree, place: Place) -> Iterator[Finding]:
     """Finds parameters in half precision, by the dtypes of their gradients."""
     pairs = jax.tree.leaves_with_path(gradients)
     halves = [(path, leaf) for path, leaf in pairs if is_half(str(leaf.dtype))]
@@ -186,41 +184,34 @@ def _half_parameters(
         "frozen, differentiate the trained ones alone (in NNX by "
         "transform=optimizer.value_and_grad)"
     )
-    place = place_of_function(fun, caller)
     yield finding_at(place, "half-parameters", "error", message, dtype)
 
 
-def _half_loss(loss: PyTree, fun: Function, caller: Place) -> Iterator[Finding]:
+def _half_loss(loss: PyTree, place: Place) -> Iterator[Finding]:
     """Finds a loss in half precision."""
     dtype = str(getattr(loss, "dtype", ""))  # Python numbers have no dtype
-    if not is_half(dtype):
-        return
-    keeps = "cannot exceed 65,504" if dtype == "float16" else "keeps two digits"
-    message = (
-        f"the loss leaves the function in {dtype}, where it {keeps}; cast to float32 "
-        "before the last mean"
-    )
-    place = place_of_function(fun, caller)
-    yield finding_at(place, "half-loss", "warning", message, dtype)
+    if is_half(dtype):
+        text = f"the loss is returned in {dtype}; cast to float32 before the last mean"
+        yield finding_at(place, "half-loss", "warning", text, dtype)
 
 
-def _overflowing_constants(forward: Walk, lines: set[SourceLine]) -> Iterator[Finding]:
+def _overflowing_constants(forward: Walk, lines: list[SourceLine]) -> Iterator[Finding]:
     """Finds constants that were already infinite when they entered the trace."""
     # The trace says where such a constant is used, if at all, not where it is created.
-    for dtype in forward.infinite:
+    for dtype in sorted(forward.infinite):
         message = (
             f"a constant becomes infinite in {dtype}; use jnp.finfo({dtype}).min or "
             ".max, or compute this in float32"
         )
-        for line in lines - {(None, None)}:
-            yield finding_at(Place(*line), "half-constant", "error", message, dtype)
+        for place in (Place(*line) for line in lines if line[0]):
+            yield finding_at(place, "half-constant", "error", message, dtype)
 
 
-def _by_line(found: list[Finding]) -> Iterator[Finding]:
-    """Yields the worst finding of each line and rule, in the order of the lines."""
-    groups: dict[tuple[str, int, str], list[Finding]] = {}
+def _one_per_line(found: list[Finding]) -> Iterator[Finding]:
+    """Yields the worst finding of each line and rule, in the order of the first."""
+    groups: dict[object, list[Finding]] = {}
     for f in found:
-        groups.setdefault((f.file or "", f.line or 0, f.rule), []).append(f)
-    for _, group in sorted(groups.items()):
+        groups.setdefault((f.file, f.line, f.rule), []).append(f)
+    for group in groups.values():
         worst = max(group, key=lambda f: SEVERITIES.index(f.severity))
         yield worst._replace(backward=all(f.backward for f in group))

@@ -113,13 +113,6 @@ def sensitive_products(
     Raises:
       TypeError: as `compare_gradients`.
       ValueError: `dtype` or `backward` is not float16 or bfloat16.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from jmp_scale import diagnostics
-      >>> loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
-      >>> diagnostics.sensitive_products(loss, jnp.eye(4), jnp.ones((8, 4))).keep
-      ()
     """
     function = "sensitive_products"
     checked = Loss(function, loss, args, argnums, has_aux, transform)
@@ -129,35 +122,7 @@ def sensitive_products(
     probe = Probe(checked, forward, back, start)
     if not all_finite(probe.reference.backward):
         return SensitiveProducts((), (), 0.0, math.inf, math.inf, NOT_FINITE)
-    groups, keep, cure = probe.groups, (), ""
-    before = probe.error(groups)
-    for group in with_progress(groups, function):
-        group.alone = probe.error([group])
-        group.without = probe.error([other for other in groups if other is not group])
-    if before > tolerance:
-        cure = _loss_scale_at_fault(probe, start, tolerance)
-        keep = () if cure else _names(_required(probe, tolerance), groups)
-    rest = [group for group in groups if not any(map(group.is_kept, keep))]
-    after = probe.error(rest) if keep else before
-    share = _work(rest) / max(probe.work, 1)
-    advice = f"Half precision changes the gradient by {percent(before)}"
-    if before <= tolerance:
-        advice += ", which is precise enough."
-    elif cure:
-        advice += f". {cure}"
-    else:
-        call = f'jmp_scale.autocast(loss, "{forward.name}"'
-        call += f', backward="{back.name}"' if backward is not None else ""
-        advice += f", and by {percent(after)} where this stays float32:"
-        advice += f"\n  {call}, keep_float32={keep})"
-        if (
-            not rest
-            and forward == "float16"
-            and not all_finite(probe.run(groups, 1).loss)
-        ):
-            advice += "\nThe forward pass leaves float16's range: try bfloat16."
-    advice += f"\n{100 * share:.1f} % of the matrix work is half precision."
-    total = max(probe.work, 1)
+    groups, total = probe.groups, max(probe.work, 1)
     rows = [
         SensitiveProduct(
             file=group.place.file,
@@ -165,23 +130,46 @@ def sensitive_products(
             library=group.place.library,
             scope="/".join(group.scopes),
             share=group.work / total,
-            alone=group.alone,
-            without=group.without,
+            alone=probe.error([group]),
+            without=probe.error([other for other in groups if other is not group]),
         )
-        for group in groups
+        for group in with_progress(groups, function)
     ]
+    whole = probe.compared(groups, start)
+    before = after = judged_error(whole)
+    keep, half = (), groups
+    advice = f"Half precision changes the gradient by {percent(before)}"
+    if before <= tolerance:
+        advice += ", which is precise enough."
+    elif cure := _loss_scale_at_fault(probe, start, tolerance):
+        advice += cure
+    else:
+        keep = _names(_required(probe, rows, tolerance), groups)
+        half = [group for group in groups if not any(map(group.is_kept, keep))]
+        after = probe.error(half)
+        options = f', backward="{back.name}"' if backward is not None else ""
+        advice += (
+            f", and by {percent(after)} where this stays float32:\n"
+            f'  jmp_scale.autocast(loss, "{forward.name}"{options}, '
+            f"keep_float32={keep})"
+        )
+        if not half and forward == "float16" and not math.isfinite(whole.half_loss):
+            advice += "\nThe forward pass leaves float16's range: try bfloat16."
+    share = _work(half) / total
+    advice += f"\n{100 * share:.1f} % of the matrix work is half precision."
     return SensitiveProducts(tuple(rows), keep, share, before, after, advice)
 
 
-def _required(probe: Probe, tolerance: float) -> list[ProductGroup]:
+def _required(
+    probe: Probe, rows: Iterable[SensitiveProduct], tolerance: float
+) -> list[ProductGroup]:
     """Returns few products whose float32 is precise enough."""
     required = probe.groups
-    for group in sorted(probe.groups, key=lambda group: (group.alone, -group.work)):
+    pairs = [*zip(rows, required, strict=True)]
+    for _, group in sorted(pairs, key=lambda pair: (pair[0].alone, -pair[0].share)):
         fewer = [other for other in required if other is not group]
-        if (
-            probe.error([other for other in probe.groups if other not in fewer])
-            <= tolerance
-        ):
+        half = [other for other in probe.groups if other not in fewer]
+        if probe.error(half) <= tolerance:
             required = fewer
     return required
 
@@ -194,7 +182,7 @@ def _loss_scale_at_fault(probe: Probe, start: Start, tolerance: float) -> str:
     if error > tolerance:
         return ""
     return (
-        f"The loss scale is at fault: at {power(found.loss_scale)} it is "
+        f". The loss scale is at fault: at {power(found.loss_scale)} it is "
         f"{percent(error)}. compare_gradients finds where to start."
     )
 

@@ -5,24 +5,25 @@ are those that hold in every iteration.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from ... import _jaxpr
 from ..._autocast.marks import CAST
-from ..._jaxpr import Atom, Loop, Program, dtype_name, fits, is_literal, open_jaxpr
+from ..._jaxpr import Atom, Loop, Program, bare, dtype_name, fits, open_jaxpr
 from ..._policy import is_half
+from ..._types import Leaf
 from .._source import Place, place_of
-from .equation import Equation, Fact, Finding, SourceLine
-from .facts import join, of_atom, of_constant, transfer
-from .rules import faults, half_carry
+from .facts import Equation, Fact, SourceLine, join, of_constant, of_type, transfer
+from .rules import Finding, faults, half_carry
 
 # These primitives have a jaxpr of scalars that combines two elements.
 _COMBINE = ("reduce", "scatter", "select_and", "arg")
 _KERNELS = ("core_map", "pallas_call")  # their jaxprs process blocks of arrays
+_CONTROL = ("cond", "scan", "while")
 
 
 class Walk:
@@ -31,10 +32,10 @@ class Walk:
     In a `differentiated` program the rules apply only to equations that JAX transposed.
     """
 
-    def __init__(self, lost: set[SourceLine], differentiated: bool = False):
+    def __init__(self, lost: list[SourceLine], differentiated: bool = False):
         self.found: list[Finding] = []
-        self.products: list[Equation] = []  # matrix products and convolutions
-        self.unread: list[tuple[str, Place]] = []  # opaque operations
+        self.operations: list[Equation] = []
+        self.unread: list[Equation] = []  # opaque operations
         self.infinite: set[str] = set()  # half dtypes of constants that are infinite
         self.autocasts = False  # whether `autocast` casts products
         self._lost = lost
@@ -42,35 +43,36 @@ class Walk:
 
     def through(self, program: ClosedJaxpr, caller: Place) -> "Walk":
         """Walks through a program."""
-        facts = [of_atom(v) for v in open_jaxpr(program)[0].invars]
         no_equation: Any = None  # contains a whole program
-        self._run(program, facts, Equation(no_equation, lambda: caller))
+        outer = Equation(no_equation, lambda: caller)
+        self._run(program, map(of_type, bare(program).invars), outer)
         return self
 
     def _run(
-        self, jaxpr: Program, facts: Sequence[Fact], outer: Equation
+        self, jaxpr: Program, facts: Iterable[Fact], outer: Equation
     ) -> list[Fact]:
         """Returns the facts of a jaxpr's outputs from the facts of its inputs."""
         inner, consts = open_jaxpr(jaxpr)
-        by_variable: dict[Var, Fact] = dict(zip(inner.invars, facts, strict=True))
-        constants = [*zip(inner.constvars, consts, strict=True)]
-        literals = (v for eqn in inner.eqns for v in eqn.invars if is_literal(v))
-        for atom, value in [*constants, *((v, v.val) for v in literals)]:
-            if is_half(dtype_name(atom)) and _jaxpr.has_infinite_entries(value):
-                self.infinite.add(dtype_name(atom))
-        for variable, value in constants:
-            by_variable[variable] = of_constant(value, dtype_name(variable))
+        known: dict[Var, Fact] = dict(zip(inner.invars, facts, strict=True))
+        for variable, value in zip(inner.constvars, consts, strict=True):
+            known[variable] = self._constant(variable, value)
 
         def fact_of(atom: Atom) -> Fact:
-            return of_atom(atom) if isinstance(atom, Literal) else by_variable[atom]
+            is_known = isinstance(atom, Var)
+            return known[atom] if is_known else self._constant(atom, atom.val)
 
         for eqn in inner.eqns:
             ins = [fact_of(atom) for atom in eqn.invars]
-            carries = frozenset[Var]().union(*(fact.carries for fact in ins))
+            varying = frozenset[Var]().union(*(fact.varying for fact in ins))
             outs = self._pass(eqn, ins, outer)
             for variable, out in zip(eqn.outvars, outs, strict=True):
-                by_variable[variable] = replace(out, carries=carries)
+                known[variable] = replace(out, varying=varying)
         return [fact_of(atom) for atom in inner.outvars]
+
+    def _constant(self, atom: Atom, value: Leaf) -> Fact:
+        if is_half(dtype_name(atom)) and _jaxpr.has_infinite_entries(value):
+            self.infinite.add(dtype_name(atom))
+        return of_constant(atom, value)
 
     def _pass(self, eqn: JaxprEqn, ins: list[Fact], outer: Equation) -> list[Fact]:
         # JAX marks the backward pass in name scopes only. Of transposed equations only
@@ -79,24 +81,19 @@ class Walk:
         place = functools.cache(lambda: place_of(eqn, outer.place()))
         equation = Equation(eqn, place, backward, outer.times, ins)
         loop = _jaxpr.loop_of(eqn)
+        inside = equation._replace(times=outer.times * _jaxpr.repeats(eqn))
         if loop is not None:
-            return self._loop(equation, loop)
+            return self._loop(inside, loop)
         bodies = [] if equation.name in _KERNELS else _jaxpr.subjaxprs(eqn)
         if bodies and not equation.name.startswith(_COMBINE):
-            return self._nested(equation, bodies)
+            return self._nested(inside, bodies)
         if equation.name not in _jaxpr.known_primitives():
-            self._leave_unread(equation)
+            self.unread.append(equation)
         return self._operation(equation)
 
-    def _leave_unread(self, equation: Equation) -> None:
-        if "debug" not in equation.name and not self._differentiated:
-            self.unread.append((equation.name, equation.place()))
-
     def _operation(self, equation: Equation) -> list[Fact]:
-        facts = transfer(equation.eqn, equation.ins)
-        outs = [replace(fact, maker=equation) for fact in facts]
-        if equation.name in _jaxpr.PRODUCTS:
-            self.products.append(equation)
+        self.operations.append(equation)
+        outs = transfer(equation)
         if not outs or (self._differentiated and not equation.backward):
             return outs
         # The place is found last, because finding it for all would take minutes.
@@ -110,38 +107,33 @@ class Walk:
         return outs
 
     def _nested(self, equation: Equation, bodies: list[Program]) -> list[Fact]:
-        eqn, ins = equation.eqn, equation.ins
-        # Shapes in a shard_map are those of one device, but all devices compute.
-        equation = equation._replace(times=equation.times * _jaxpr.mesh_size(eqn))
-        outputs = len(eqn.outvars)
-        if equation.name == "cond" and all(
-            fits(b, len(ins) - 1, outputs) for b in bodies
-        ):
-            results = [self._run(body, ins[1:], equation) for body in bodies]
-            return [functools.reduce(join, each) for each in zip(*results, strict=True)]
-        is_call = equation.name not in ("cond", "scan", "while")
-        if is_call and len(bodies) == 1 and fits(bodies[0], len(ins), outputs):
+        eqn, name = equation.eqn, equation.name
+        ins = equation.ins[1:] if name == "cond" else equation.ins
+        is_read = name == "cond" or (len(bodies) == 1 and name not in _CONTROL)
+        if is_read and all(fits(b, len(ins), len(eqn.outvars)) for b in bodies):
             self.autocasts |= _jaxpr.name_of_call(eqn) == CAST
-            return self._run(bodies[0], ins, equation)
+            results = [self._run(body, ins, equation) for body in bodies]
+            return [functools.reduce(join, each) for each in zip(*results, strict=True)]
         for body in bodies:
-            inner, _ = open_jaxpr(body)
-            self._run(body, [of_atom(v) for v in inner.invars], equation)
-        if not is_call or equation.name not in _jaxpr.known_primitives():
-            self._leave_unread(equation)
-        return [of_atom(v) for v in eqn.outvars]
+            self._run(body, map(of_type, bare(body).invars), equation)
+        if name in _CONTROL or name not in _jaxpr.known_primitives():
+            self.unread.append(equation)
+        return [of_type(v) for v in eqn.outvars]
 
     def _loop(self, equation: Equation, loop: Loop) -> list[Fact]:
-        # Facts of slices, or of stacked arrays, have another array.
-        ins = [replace(fact, maker=None) for fact in equation.ins]
-        consts = ins[loop.offset :][: loop.consts]
-        rest = ins[loop.offset + loop.consts :]
+        ins = equation.ins[loop.offset :]
+        end = loop.consts + loop.carry
+        scanned = zip(ins[end:], bare(loop.body).invars[end:], strict=True)
         # Facts about the first carry (a zero) do not hold in other iterations.
-        carry = [replace(of_atom(v), carries=frozenset([v])) for v in loop.carries]
-        inside = equation._replace(times=equation.times * (loop.trips or 1))
-        outs = self._run(loop.body, [*consts, *carry, *rest[loop.carry :]], inside)
+        starts = [
+            replace(of_type(v), varying=frozenset([v]), sums={v: None})
+            for v in loop.carries
+        ]
+        slices = [replace(fact, varying=fact.varying | {v}) for fact, v in scanned]
+        outs = self._run(loop.body, [*ins[: loop.consts], *starts, *slices], equation)
         if equation.backward or not self._differentiated:
-            for start, variable, out in zip(carry, loop.carries, outs, strict=False):
-                backward = equation.backward
-                self.found.extend(half_carry(variable, start, out, loop, backward))
-        ends = [join(a, b) for a, b in zip(carry, outs, strict=False)]
-        return [replace(fact, maker=None) for fact in [*ends, *outs[loop.carry :]]]
+            for carry, out in zip(loop.carries, outs, strict=False):
+                addition = out.sums.get(carry)
+                self.found.extend(half_carry(carry, addition, loop, equation.backward))
+        ends = [join(a, b) for a, b in zip(starts, outs, strict=False)]
+        return [replace(fact, sums={}) for fact in [*ends, *outs[loop.carry :]]]

@@ -1,6 +1,7 @@
 """`diagnose_nonfinite`: finds the cause of a step that is not finite."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -16,7 +17,7 @@ from ..._types import Arrays, Function, PyTree
 from .._backward import Backward, Loss, concrete_arrays
 from .._source import is_own_wrapper
 from .._tables import printed
-from .origins import Origin, origin_of
+from .origins import origin_of
 
 _LOWEST_TRIED = -14  # log2 of S; some overflows persist at S = 1
 
@@ -107,7 +108,7 @@ def diagnose_nonfinite(
       ValueError: as `precision_report`.
     """
     function = "diagnose_nonfinite"
-    s = float(scale_value(function, loss_scale))
+    s = scale_value(function, loss_scale)
     loss = Loss(function, fun, args, argnums, has_aux, transform)
     arrays, rejoin = concrete_arrays(function, args)
     leaves = jax.tree_util.tree_leaves_with_path(args)
@@ -124,37 +125,33 @@ def diagnose_nonfinite(
         pairs = zip(finite.paths, finite.leaves, strict=True)
         return bool(finite.loss), next((path for path, flag in pairs if not flag), None)
 
-    def backward_origin(path: str, s: float) -> Origin:
-        found = Origin(0)
-        # Without `autocast` first, which loses the line around jnp.linalg.norm.
-        for fun in (_plain(loss.fun), loss.fun):
-            this = dataclasses.replace(loss, fun=fun)
-
-            def leaf(arrays: Arrays, this: Loss = this) -> PyTree:
-                backward = this.run(s, rejoin(arrays))
-                return backward.leaves[backward.paths.index(path)]
-
-            found = origin_of(leaf, arrays, names)
-            if found.operation:
-                break
-        return found
-
     loss_finite, path = run(s)
     if not loss_finite:
         found = origin_of(lambda x: loss.of(fun(*rejoin(x))), arrays, names)
         return Diagnosis("forward", path, None, *found[1:])
     if path is None:
         return Diagnosis("none")
+    finite_at = None
     # Start from the largest power of two below S.
     for log2_scale in range(int(np.ceil(np.log2(s))) - 1, _LOWEST_TRIED - 1, -1):
         _, smaller = run(2.0**log2_scale)
         if smaller is None:
-            found = backward_origin(path, s)
-            return Diagnosis("overflow", path, log2_scale, *found[1:])
+            finite_at = log2_scale
+            break
         # A leaf that still overflows at the smallest S overflows first as S grows.
         path, s = smaller, 2.0**log2_scale
-    found = backward_origin(path, s)
-    return Diagnosis("nan", path, None, *found[1:])
+
+    def leaf(loss: Loss, arrays: Arrays) -> PyTree:
+        backward = loss.run(s, rejoin(arrays))
+        return backward.leaves[backward.paths.index(path)]
+
+    # Without `autocast` first, which loses the line around jnp.linalg.norm.
+    plain = dataclasses.replace(loss, fun=_plain(loss.fun))
+    found = origin_of(functools.partial(leaf, plain), arrays, names)
+    if not found.operation:
+        found = origin_of(functools.partial(leaf, loss), arrays, names)
+    cause = "nan" if finite_at is None else "overflow"
+    return Diagnosis(cause, path, finite_at, *found[1:])
 
 
 def _plain(fun: Function) -> Function:

@@ -1,5 +1,6 @@
 """Finds the operation that gave the first NaN or infinity of a traced program."""
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,15 +25,18 @@ class Origin(NamedTuple):
     """Where a value that is not finite comes from: an operation, or what was given.
 
     Of several origins the one of the highest rank counts: 0 is an infinity that was
-    given, and 1 a -inf that an operation gave. Both may be a mask. Others have 2.
+    given, and 1 a -inf that an operation gave. Both may be a mask. Others have 2, and
+    finite values -1.
     """
 
-    rank: int
+    rank: int = -1
     given: str | None = None  # an argument or a constant
     operation: str | None = None
 
 
-_Origins = Sequence[Origin | None]  # None: the value is finite
+_FINITE = Origin()
+_Origins = Sequence[Origin]
+_rank = operator.attrgetter("rank")
 
 
 def origin_of(
@@ -40,8 +44,8 @@ def origin_of(
 ) -> Origin:
     """Runs a program of named arrays, and returns where its NaN or infinity is from."""
     given = [*map(_of_given, arrays, names)]
-    found = _run(jax.make_jaxpr(program)(arrays), arrays, given, _NOWHERE)[1]
-    return next(filter(None, found), Origin(0))
+    _, (found,) = _run(jax.make_jaxpr(program)(arrays), arrays, given, _NOWHERE)
+    return found
 
 
 def _run(
@@ -55,10 +59,10 @@ def _run(
     last_reader = {v: eqn for eqn in inner.eqns for v in _jaxpr.variables(eqn.invars)}
     kept = {*_jaxpr.variables(inner.outvars)}
 
-    def origin(atom: core.Var | core.Literal, place: Place) -> Origin | None:
+    def origin(atom: core.Var | core.Literal, place: Place) -> Origin:
         if isinstance(atom, core.Literal) or atom in inner.constvars:
             return _of_constant(value_of(atom, values), place)
-        return origins.get(atom)
+        return origins.get(atom, _FINITE)
 
     for eqn in inner.eqns:
         ins = [value_of(a, values) for a in eqn.invars]
@@ -68,7 +72,7 @@ def _run(
             place = _place(eqn, inner.eqns, outer)
             known = [origin(a, place) for a in eqn.invars]
             # What is known already is not looked for in a loop or a call.
-            is_known = any(_rank(each) == 2 for each in known)
+            is_known = any(each.rank == 2 for each in known)
             found = None if is_known else _in_nested(eqn, ins, known, place)
             found = found or [_origin(eqn, ins, known, x, place) for x in results]
             origins.update(zip(eqn.outvars, found, strict=True))
@@ -80,12 +84,12 @@ def _run(
     return outs, [origin(atom, outer) for atom in inner.outvars]
 
 
-def _of_given(value: jax.Array, name: str) -> Origin | None:
+def _of_given(value: jax.Array, name: str) -> Origin:
     kind = _kind(value)
-    return Origin(2 if kind == "NaN" else 0, name) if kind else None
+    return Origin(2 if kind == "NaN" else 0, name) if kind else _FINITE
 
 
-def _of_constant(value: jax.Array, place: Place) -> Origin | None:
+def _of_constant(value: jax.Array, place: Place) -> Origin:
     if jnp.shape(value) == () and _kind(value) == "infinity":
         # The program names this infinity, so it is no input.
         return Origin(0, None, f"infinity is written{_at(place)}")
@@ -96,19 +100,18 @@ def _of_constant(value: jax.Array, place: Place) -> Origin | None:
 
 def _origin(
     eqn: core.JaxprEqn, ins: Arrays, known: _Origins, result: jax.Array, place: Place
-) -> Origin | None:
+) -> Origin:
     """Returns the origin of a result: that of an operand, or the equation itself."""
     kind = _kind(result)
     if not kind:
-        return None
-    bad = [(_kind(x), origin) for x, origin in zip(ins, known, strict=True) if origin]
+        return _FINITE
     # Without a NaN among the operands, infinities make one, as by their difference.
-    same = [origin for own, origin in bad if own == "NaN" or kind == "infinity"]
-    source = max(same or [origin for _, origin in bad], key=_rank, default=None)
-    if source is not None and source.rank == 2:
+    of_nan = [o for x, o in zip(ins, known, strict=True) if _kind(x) == kind == "NaN"]
+    source = max(of_nan or known, key=_rank, default=_FINITE)
+    if source.rank == 2:
         return source
     gave = f"{_name(eqn)} gave {kind}{_at(place)}"
-    if source is None or _is_new(eqn, ins, result):
+    if source == _FINITE or _is_new(eqn, ins, result):
         is_mask = (jnp.isfinite(result) | (result == -jnp.inf)).all()
         return Origin(1 if is_mask else 2, None, gave)
     if kind == "infinity":
@@ -175,16 +178,11 @@ def _in_loop(
     """Returns for each result of a scan the first origin of the highest rank."""
     carry, scanned = loop.consts, loop.consts + loop.carry
     values, of_values = [*ins[:scanned]], [*known[:scanned]]
-    best: list[Origin | None] = [None] * len(eqn.outvars)
+    best = [_FINITE] * len(eqn.outvars)
     trips = range(loop.trips or 0)
     for i in reversed(trips) if eqn.params["reverse"] else trips:
         args = [*values, *(x[i] for x in ins[scanned:])]
         outs, found = _run(loop.body, args, [*of_values, *known[scanned:]], place)
         values[carry:], of_values[carry:] = outs[: loop.carry], found[: loop.carry]
-        pairs = zip(best, found, strict=True)
-        best = [max(pair, key=_rank) for pair in pairs]
+        best = [max(pair, key=_rank) for pair in zip(best, found, strict=True)]
     return best
-
-
-def _rank(origin: Origin | None) -> int:
-    return -1 if origin is None else origin.rank

@@ -21,7 +21,6 @@ from .step_leaves import (
     flat,
     has_moved,
     host,
-    is_below,
     is_float,
     is_key,
     like,
@@ -51,7 +50,6 @@ class Change(NamedTuple):
 
     old: np.ndarray  # a sample of the entries, f64
     new: np.ndarray
-    is_equal: bool
     stays_finite: bool  # whether what was finite is finite
     is_float: bool
     ndim: int
@@ -99,22 +97,13 @@ class Run:
     def changes(self) -> dict[Path, Change]:
         """Returns the leaves that steps change and skips keep; keys are left out."""
         leaves = [path for path, x in self.after.items() if not is_key(x)]
-        return {p: self.change(p) for p in leaves if not self.check.is_ours(p)}
+        return {p: self.change(p) for p in leaves if p not in self.check.ours}
 
     def change(self, path: Path) -> Change:
         old, new = host(self.before[path]), host(self.after[path])
-        is_number, is_finite = is_float(self.after[path]), True
-        if is_number and old.shape == new.shape:
-            is_finite = bool((np.isfinite(new) | ~np.isfinite(old)).all())
-        is_equal = np.array_equal(old, new, equal_nan=is_number)
-        return Change(
-            sampled(old),
-            sampled(new),
-            is_equal,
-            is_finite,
-            is_number,
-            new.ndim,
-        )
+        is_number = is_float(self.after[path])
+        finite = not is_number or (np.isfinite(new) | ~np.isfinite(old)).all()
+        return Change(sampled(old), sampled(new), bool(finite), is_number, new.ndim)
 
     def moved(self, path: Path) -> bool:
         """Whether a leaf differs after the call, in any replica or member."""
@@ -134,7 +123,7 @@ class Check:
         carried: Sequence[int],
     ) -> None:
         self._step, self._keywords, self._carried = step, [*kwargs], carried
-        self._labels = [f"args[{i}]" for i in range(len(args))] + self._keywords
+        labels = [f"args[{i}]" for i in range(len(args))] + self._keywords
         args = *args, *kwargs.values()
         scales = filter(_is_scale, jax.tree.leaves(args, is_leaf=_is_scale))
         self.fixed = [x.loss_scale for x in scales if isinstance(x, StaticLossScale)]
@@ -146,14 +135,17 @@ class Check:
         for keys, _ in pairs:
             path = path_of(keys)
             end = jax.tree_util.keystr(keys[1 : len(path)])
-            self.names[path] = self._labels[int(path[0])] + end
+            self.names[path] = labels[int(path[0])] + end
         # Variables of NNX outside of modules, as in an optimizer's state, are results.
         modules = [path_of(keys) for keys, _ in find_nodes(is_module, args)]
-        below = (p for p in self._leaves if any(is_below(p, m) for m in modules))
-        self._in_modules: set[Path] = set(below)
+        self._in_modules = self._below(*modules)
         self.states = parents(self.arrays, "grads_finite", "applied", "skipped")
         self.scales = parents(self.arrays, "loss_scale", "counter")
-        self._ours = (*self.scales, *parents(self.arrays, "first_norm", "pushed"))
+        history = parents(self.arrays, "first_norm", "pushed")
+        # Leaves of optimizers with all that belongs to them, and S, flags, a guard's.
+        self.in_optimizers = self._below(*self.states, *self.scales, *history)
+        inner = self._below(*((*state, "inner_state") for state in self.states))
+        self.ours = self.in_optimizers - inner
         self._places: dict[Path, Path] | None = None
         self.window = 1  # calls until an accumulated step ends
         self.start, self.count = self.arrays | self._apart(), 0
@@ -169,14 +161,12 @@ class Check:
         copies: Counter[tuple[object, ...]] = Counter()
         new = {}
         for path, x in self.arrays.items():
-            is_state = path in self._in_modules or self.is_optimizer(path)
-            if is_state or len(path) < 2 or not is_float(x) or np.ndim(x) == 0:
-                continue
-            entries = host(x)
-            key = path[-1], np.shape(x), sampled(entries).tobytes()
-            if copies[key] and entries.shape == np.shape(x):
-                new[path] = like(x, entries * (1 + copies[key] / 16))
-            copies[key] += 1
+            is_state = path in self._in_modules | self.in_optimizers
+            if not is_state and len(path) > 1 and is_float(x) and np.ndim(x):
+                key = path[-1], np.shape(x), sampled(host(x)).tobytes()
+                if copies[key]:
+                    new[path] = (x * (1 + copies[key] / 16)).astype(x.dtype)
+                copies[key] += 1
         return new
 
     def add(self, rule: str, place: Path | str = "", **values: str) -> None:
@@ -185,14 +175,9 @@ class Check:
         where = place if isinstance(place, str) else self.names[place]
         self.found.setdefault(rule, finding)[1].append(where)
 
-    def is_ours(self, path: Path) -> bool:
-        """Whether a leaf is S, a flag or counter, or of a guard or a history."""
-        own = [state for state in self.states if is_below(path, state)]
-        is_beside = any(path[len(state)] != "inner_state" for state in own)
-        return is_beside or any(is_below(path, node) for node in self._ours)
-
-    def is_optimizer(self, path: Path) -> bool:
-        return any(is_below(path, p) for p in (*self.states, *self._ours))
+    def _below(self, *nodes: Path) -> set[Path]:
+        """Returns the arrays in these nodes."""
+        return {p for p in self.arrays if any(p[: len(n)] == n for n in nodes)}
 
     def start_at(self, run: Run, window: int) -> None:
         """Makes a run the one with which others are compared; they start as it did."""
@@ -212,7 +197,7 @@ class Check:
         """Calls an applied step with other values outside of the optimizers."""
         values = {}
         for path, change in self.base.changes.items():
-            if change.is_float and change.ndim and not self.is_optimizer(path):
+            if change.is_float and change.ndim and path not in self.in_optimizers:
                 values[path] = 1.5 * host(self.start[path]).astype(np.float64) + 0.01
         run = self.run("other weights", s, values=values) if values else None
         return run if run is not None and run.is_applied else None
@@ -255,15 +240,15 @@ class Check:
 
     def _recorded(self, before: Named, results: Named, args: PyTree) -> Run:
         """Finds the arguments' next values among the results, or in NNX modules."""
-        held = named(args) if self._in_modules else {}
         if self._places is None:
             plain = {p: x for p, x in before.items() if p not in self._in_modules}
             whole = self.states + self.scales
             self._places = matched(plain, results, whole, self._carried)
-        places = self._places
-        after = {p: held[p] for p in before if p in self._in_modules and p in held}
-        after |= {p: results[q] for p, q in places.items() if q in results}
-        used = {*places.values()}
+        pairs = self._places.items()
+        after = {p: x for p, x in named(args).items() if p in self._in_modules}
+        after |= {p: results[q] for p, q in pairs if q in results}
+        after = {p: x for p, x in after.items() if np.shape(x) == np.shape(before[p])}
+        used = set(self._places.values())
         rest = {q: x for q, x in results.items() if q not in used}
         return Run(self, before, after, rest)
 

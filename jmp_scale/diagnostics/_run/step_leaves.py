@@ -107,7 +107,7 @@ def matched(
     places: dict[Form, list[Path]] = {}
     for place, form in theirs.items():
         places.setdefault(form, []).append(place)
-    inside = {p for p in ours if any(p != w and is_below(p, w) for w in whole)}
+    inside = {p for p in ours if any(p != w and p[: len(w)] == w for w in whole)}
     pairs: list[tuple[int, int, float, dict[Path, Path]]] = []
     for path, form in ours.items():
         for place in places.get(form, ()) if path and path not in inside else ():
@@ -132,10 +132,6 @@ def _may_match(path: Path, place: Path, form: Form) -> bool:
     # Lists of arrays, such as weights of layers: not a batch, nor a pair of scalars.
     is_list = len(form) > 2 and any(len(shape) > 1 for _, shape in form)
     return is_list or any(not name.isdigit() for name in names)
-
-
-def is_below(path: Path, other: Path) -> bool:
-    return path[: len(other)] == other
 
 
 def _distance(old: Leaf, new: Leaf) -> float:

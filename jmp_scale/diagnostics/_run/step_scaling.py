@@ -93,7 +93,7 @@ def _clipped(check: Check, table: Mapping[float, Rows]) -> list[Path]:
     """
     slopes = _slopes(table)
     flat = table.get(_FLAT, {})
-    has_moments = any(map(check.is_optimizer, flat))
+    has_moments = any(path in check.in_optimizers for path in flat)
     found = []
     for path in flat:
         powers = [power for power in sorted(table) if path in table[power]]
@@ -102,7 +102,7 @@ def _clipped(check: Check, table: Mapping[float, Rows]) -> list[Path]:
         if not (is_full and _stays_first(rows)):
             continue
         falls = slopes.get(path) == -1 or _falls_at_last(powers[-3:], rows[-3:])
-        if falls and check.is_optimizer(path) >= has_moments:
+        if falls and (path in check.in_optimizers) >= has_moments:
             found.append(path)
     # Gradients that are unscaled twice are large at a small S, where the optimizer may
     # clip them: other weights leave the size of their change.

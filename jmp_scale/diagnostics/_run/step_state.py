@@ -110,8 +110,8 @@ def next_step(check: Check) -> None:
         return
     check.start_at(run, check.window)
     losses = [path for path, x in run.results.items() if is_float(x)]
-    moments = [p for p, x in run.changes.items() if x.is_float and not x.is_equal]
-    moments = [path for path in moments if check.is_optimizer(path)]
+    moments = check.in_optimizers.intersection(run.changes)
+    moments = [p for p in moments if run.changes[p].is_float and run.moved(p)]
     # A linear loss has the same gradients too, but moves on.
     if any(has_moved(first.results[path], run.results[path]) for path in losses):
         return
@@ -123,7 +123,7 @@ def next_step(check: Check) -> None:
 def _outside(check: Check, run: Run) -> list[Path]:
     """Returns the floating-point leaves that are not an optimizer's."""
     floats = [path for path, change in run.changes.items() if change.is_float]
-    return [path for path in floats if not check.is_optimizer(path)]
+    return [path for path in floats if path not in check.in_optimizers]
 
 
 def infinite_s(check: Check) -> None:
@@ -155,7 +155,7 @@ def _not_skipped(check: Check, run: Run, place: Path | str) -> None:
         check.add("NaN stays", path)
     if bad:
         return
-    usual, optimizers = check.base.changes, filter(check.is_optimizer, run.after)
+    usual, optimizers = check.base.changes, check.in_optimizers.intersection(run.after)
     if all(change.is_as(usual[path]) for path, change in run.changes.items()):
         check.add("S not used", place)
     elif check.states and not any(map(run.moved, optimizers)):
@@ -193,7 +193,9 @@ def _changed(check: Check, run: Run, bad: Sequence[Path]) -> list[Path]:
     found = []
     for path, change in run.changes.items():
         counts = not change.is_float or np.isin(change.step, (0, 1)).all()
-        is_usual = change.is_equal or counts or change.is_as(check.base.changes[path])
+        is_usual = (
+            not run.moved(path) or counts or change.is_as(check.base.changes[path])
+        )
         if change.ndim and not (is_usual or path in bad or check.has_other_optimizers):
             found.append(path)
     return found

@@ -9,7 +9,7 @@ from losses import forgetful
 
 import jmp_scale
 from jmp_scale.diagnostics import compare_gradients
-from jmp_scale.diagnostics._precision.window import window_of
+from jmp_scale.diagnostics._precision.comparison import window_of
 
 ONES = jnp.ones(3)
 

@@ -255,11 +255,7 @@ _FORWARD = _BACKWARD | {
 def half_carry(
     carry: Var, addition: Equation | None, loop: Loop, backward: bool
 ) -> Iterator[Finding]:
-    """Finds a carry of a loop that accumulates in half precision by an addition.
-
-    The state of an LSTM does not accumulate, because its factor is an array, nor does a
-    residual stream `x + f(x)`.
-    """
+    """Finds a carry of a loop that accumulates in half precision by an addition."""
     # In the backward pass carries are gradients of values that all iterations share.
     least, dtype = _LONG_BACKWARD_LOOP if backward else 2, dtype_name(carry)
     is_short = loop.trips is not None and loop.trips < least  # None: a while loop

@@ -135,9 +135,8 @@ def of_constant(atom: Atom, value: object) -> Fact:
         return of_type(atom)
     low, high = float(array.min()), float(array.max())
     values = np.unique(array)
-    has_few = values.size <= _MOST_OF_A_MASK
-    extreme = next(filter(is_lost, values.tolist() if has_few else ()), 0.0)
-    return Fact(low, high, extreme)
+    few = values.tolist() if values.size <= _MOST_OF_A_MASK else ()
+    return Fact(low, high, extreme=next(filter(is_lost, few), 0.0))
 
 
 def join(a: Fact, b: Fact) -> Fact:

@@ -200,8 +200,8 @@ def _overflowing_constants(forward: Walk, lines: list[SourceLine]) -> Iterator[F
             f"a constant becomes infinite in {dtype}; use jnp.finfo({dtype}).min or "
             ".max, or compute this in float32"
         )
-        for place in (Place(*line) for line in lines if line[0]):
-            yield finding_at(place, "half-constant", "error", message, dtype)
+        for line in filter(any, lines):
+            yield finding_at(Place(*line), "half-constant", "error", message, dtype)
 
 
 def _one_per_line(found: list[Finding]) -> Iterator[Finding]:

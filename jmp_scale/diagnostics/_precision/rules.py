@@ -213,13 +213,10 @@ def _half_constant(equation: Equation) -> Iterator[Fault]:
     constant = equation.ins[0].extreme
     if not is_lost(constant, dtype):
         return
-    held = rounded(constant, dtype)
-    becomes, cure = "infinite", f"use jnp.finfo({dtype}).min or .max"
-    if held < 0:
-        becomes = "minus infinity"
+    held, cure = rounded(constant, dtype), f"use jnp.finfo({dtype}).min or .max"
     if held == 0:
-        becomes, cure = "0", "use a constant of at least 1e-4"
-    text = f"the constant {constant:.6g} becomes {becomes} in {dtype}; {cure}"
+        cure = "use a constant of at least 1e-4"
+    text = f"the constant {constant:.6g} becomes {held:g} in {dtype}; {cure}"
     yield "error", f"{text}, or compute this in float32"
 
 

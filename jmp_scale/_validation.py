@@ -7,7 +7,7 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -130,18 +130,6 @@ def int32_leaf(
     return jnp.broadcast_to(leaf, jnp.shape(loss_scale)) if follows else leaf
 
 
-def key_words(function: str, key: jax.Array) -> jax.Array:
-    """Returns the first 64 bits of a PRNG key, typed or raw, as u32[2] for Threefry."""
-    words = jax.random.key_data(key)
-    if words.ndim != 1 or words.size < 2:
-        raise ValueError(
-            f"{function}: expected one PRNG key, got {described(key)}; for an ensemble "
-            "make one optimizer of one key, and give its states keys of their own: "
-            "state._replace(rounding_key=jax.random.key_data(keys))"
-        )
-    return words[:2]
-
-
 def warn(message: str) -> None:
     """Warns at the line of the first caller outside of libraries."""
     warnings.warn(message, stacklevel=user_frame()[1])
@@ -149,10 +137,19 @@ def warn(message: str) -> None:
 
 def user_frame() -> tuple[types.FrameType | None, int]:
     """Returns the first caller outside of libraries, and its level above this one's."""
-    frame, level = sys._getframe(1), 1
-    while frame and _LIBRARIES.match(frame.f_globals.get("__name__", "")):
-        frame, level = frame.f_back, level + 1
-    return frame, level
+    level = 0
+    for level, (frame, module) in enumerate(callers()):
+        if not _LIBRARIES.match(module):
+            return frame, level
+    return None, level
+
+
+def callers() -> Iterator[tuple[types.FrameType, str]]:
+    """Yields frames and the names of their modules, that of the caller first."""
+    frame = sys._getframe(1)
+    while frame:
+        yield frame, frame.f_globals.get("__name__", "")
+        frame = frame.f_back
 
 
 def _float32(number: float) -> float:

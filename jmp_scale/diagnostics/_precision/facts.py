@@ -45,7 +45,7 @@ class Fact:
     summed: float = 0.0  # number of float32 elements summed
     maker: str = ""  # name of the operation that computed them
     varying: frozenset[Var] = frozenset()  # in the loops around, that it depends on
-    # The carries in half precision of which it is `a * carry + b`, with a number `a`
+    # The carries of which it is `a * carry + b`, with a number `a`
     # and a `b` that does not depend on the carry; and the last addition of a `b`.
     sums: "Mapping[Var, Equation | None]" = dataclasses.field(default_factory=dict)
 
@@ -135,9 +135,8 @@ def of_constant(atom: Atom, value: object) -> Fact:
         return of_type(atom)
     low, high = float(array.min()), float(array.max())
     values = np.unique(array)
-    has_few = values.size <= _MOST_OF_A_MASK
-    extreme = next(filter(is_lost, values.tolist() if has_few else ()), 0.0)
-    return Fact(low, high, extreme)
+    few = values.tolist() if values.size <= _MOST_OF_A_MASK else ()
+    return Fact(low, high, extreme=next(filter(is_lost, few), 0.0))
 
 
 def join(a: Fact, b: Fact) -> Fact:
@@ -191,7 +190,7 @@ def _is_linear(equation: Equation, others: Sequence[tuple[Atom, Fact]]) -> bool:
                 return False
             factor, _ = others[0]
             is_divisor = factor is equation.eqn.invars[1]
-            # A decay rate is one number, whereas a gate has the size of the state.
+            # A decay rate is one number, whereas the gate of an LSTM is an array.
             is_number = is_literal(factor) or 1 == size(factor) < size(out)
             return is_number and (is_divisor or equation.name == "mul")
     return equation.name in SAME_ENTRIES | {"neg", "select_n"}

@@ -112,8 +112,8 @@ def precision_report(
         differentiated, pair = _trace(transform(checked_fun, **keywords), args)
     loss = output[0] if has_aux else output
     gradients = pair[1] if isinstance(pair, tuple) and len(pair) == 2 else None
-    forward = Walk(zero).through(program, caller)
-    backward = Walk(zero, differentiated=True).through(differentiated, caller)
+    forward = Walk(program, caller, zero)
+    backward = Walk(differentiated, caller, zero, differentiated=True)
     operations = work.operations(backward.operations)
     keeps_digits = find_half_storage((args, opt_state))
     place = place_of_function(fun, caller)
@@ -126,11 +126,12 @@ def precision_report(
         # autocast left products in float32 on purpose, so the user need not cast them.
         *(() if forward.autocasts else full_matmuls(backward.operations)),
     ]
+    half = sum(row.flops for row in operations if work.is_narrow(row.dtype))
     unread = [e for e in forward.unread if "debug" not in e.name]
     return PrecisionReport(
         tuple(_one_per_line(found)),
         operations,
-        work.half_share(operations),
+        half / max(sum(row.flops for row in operations), 1),
         tuple(dict.fromkeys((e.name, location(e.line)) for e in unread)),
     )
 
@@ -148,11 +149,7 @@ def _trace(fun: Function, args: tuple[PyTree, ...]) -> tuple[ClosedJaxpr, PyTree
 
 @contextlib.contextmanager
 def _noting_lost_constants() -> Iterator[tuple[list[SourceLine], list[SourceLine]]]:
-    """Records the lines at which a constant becomes infinite, or 0, in its dtype.
-
-    The trace contains only the constant after the cast. NumPy casts constants, and
-    reports overflow and underflow.
-    """
+    """Records the lines at which NumPy casts a constant to infinity, or to 0."""
     lines: dict[str, list[SourceLine]] = {"overflow": [], "underflow": []}
 
     def note(kind: str, flag: int) -> None:
@@ -203,8 +200,8 @@ def _overflowing_constants(forward: Walk, lines: list[SourceLine]) -> Iterator[F
             f"a constant becomes infinite in {dtype}; use jnp.finfo({dtype}).min or "
             ".max, or compute this in float32"
         )
-        for place in (Place(*line) for line in lines if line[0]):
-            yield finding_at(place, "half-constant", "error", message, dtype)
+        for line in filter(any, lines):
+            yield finding_at(Place(*line), "half-constant", "error", message, dtype)
 
 
 def _one_per_line(found: list[Finding]) -> Iterator[Finding]:

@@ -213,13 +213,10 @@ def _half_constant(equation: Equation) -> Iterator[Fault]:
     constant = equation.ins[0].extreme
     if not is_lost(constant, dtype):
         return
-    held = rounded(constant, dtype)
-    becomes, cure = "infinite", f"use jnp.finfo({dtype}).min or .max"
-    if held < 0:
-        becomes = "minus infinity"
+    held, cure = rounded(constant, dtype), f"use jnp.finfo({dtype}).min or .max"
     if held == 0:
-        becomes, cure = "0", "use a constant of at least 1e-4"
-    text = f"the constant {constant:.6g} becomes {becomes} in {dtype}; {cure}"
+        cure = "use a constant of at least 1e-4"
+    text = f"the constant {constant:.6g} becomes {held:g} in {dtype}; {cure}"
     yield "error", f"{text}, or compute this in float32"
 
 
@@ -255,11 +252,7 @@ _FORWARD = _BACKWARD | {
 def half_carry(
     carry: Var, addition: Equation | None, loop: Loop, backward: bool
 ) -> Iterator[Finding]:
-    """Finds a carry of a loop that accumulates in half precision by an addition.
-
-    The state of an LSTM does not accumulate, because its factor is an array, nor does a
-    residual stream `x + f(x)`.
-    """
+    """Finds a carry of a loop that accumulates in half precision by an addition."""
     # In the backward pass carries are gradients of values that all iterations share.
     least, dtype = _LONG_BACKWARD_LOOP if backward else 2, dtype_name(carry)
     is_short = loop.trips is not None and loop.trips < least  # None: a while loop

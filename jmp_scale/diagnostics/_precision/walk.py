@@ -32,7 +32,13 @@ class Walk:
     In a `differentiated` program the rules apply only to equations that JAX transposed.
     """
 
-    def __init__(self, lost: list[SourceLine], differentiated: bool = False):
+    def __init__(
+        self,
+        program: ClosedJaxpr,
+        caller: Place,
+        lost: list[SourceLine],
+        differentiated: bool = False,
+    ):
         self.found: list[Finding] = []
         self.operations: list[Equation] = []
         self.unread: list[Equation] = []  # opaque operations
@@ -40,13 +46,9 @@ class Walk:
         self.autocasts = False  # whether `autocast` casts products
         self._lost = lost
         self._differentiated = differentiated
-
-    def through(self, program: ClosedJaxpr, caller: Place) -> "Walk":
-        """Walks through a program."""
         no_equation: Any = None  # contains a whole program
         outer = Equation(no_equation, lambda: caller)
         self._run(program, map(of_type, bare(program).invars), outer)
-        return self
 
     def _run(
         self, jaxpr: Program, facts: Iterable[Fact], outer: Equation

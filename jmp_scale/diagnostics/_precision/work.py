@@ -83,11 +83,6 @@ def operations(equations: Iterable[Equation]) -> tuple[Operation, ...]:
     return tuple(sorted(table, key=lambda row: (-row.flops, row.primitive, row.dtype)))
 
 
-def half_share(table: Iterable[Operation]) -> float:
-    half = sum(row.flops for row in table if is_narrow(row.dtype))
-    return half / max(sum(row.flops for row in table), 1)
-
-
 def is_narrow(dtypes: str) -> bool:
     """Whether all dtypes, joined by " x ", have 16 bits or less."""
     return all(dtype.startswith(_NARROW) for dtype in dtypes.split(" x "))

@@ -77,11 +77,6 @@ def get_policy(policy_name: str) -> Policy:
 
     Raises:
       ValueError: an unknown key or dtype.
-
-    Examples:
-      >>> import jmp_scale
-      >>> print(jmp_scale.get_policy("c=f16,o=full"))
-      p=full,c=f16,o=full
     """
     if "=" not in policy_name:
         dtype = _parse_dtype(policy_name)

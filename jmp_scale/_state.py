@@ -40,13 +40,9 @@ class LossScale(_pytree.Pytree, abc.ABC):
     def scale(self, tree: T) -> T:
         """Multiplies by S, in float32 or wider, so that a float16 loss cannot overflow.
 
-        Args:
-          tree: pytree; leaves that are not real or complex floating point are returned
-            unchanged, like Flax's float8 collection `_overwrite_with_gradient`.
-
-        Returns:
-          The same structure. Floating-point leaves narrower than 32 bits come back as
-          float32; float64 and complex leaves keep their dtype.
+        Floating-point leaves narrower than 32 bits come back as float32; float64 and
+        complex leaves keep their dtype. Other leaves are returned unchanged, like
+        Flax's float8 collection `_overwrite_with_gradient`.
 
         Raises:
           ValueError: S has a shape other than ().

@@ -37,16 +37,6 @@ def map_inexact(fun: Function, tree: T, *rest: PyTree) -> T:
     return jax.tree.map(map_leaf, tree, *rest)
 
 
-def named_inexact_leaves(tree: PyTree) -> tuple[tuple[str, ...], list[Leaf]]:
-    """Returns paths, as text, and values of the inexact leaves."""
-    names, leaves = [], []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if is_inexact(leaf):
-            names.append(jax.tree_util.keystr(path))
-            leaves.append(leaf)
-    return tuple(names), leaves
-
-
 def leaves_by_name(tree: PyTree) -> dict[str, Leaf]:
     """Returns leaves by path; on disk keys, indices and field names are all strings."""
     pairs = jax.tree_util.tree_leaves_with_path(tree)

@@ -130,18 +130,6 @@ def int32_leaf(
     return jnp.broadcast_to(leaf, jnp.shape(loss_scale)) if follows else leaf
 
 
-def key_words(function: str, key: jax.Array) -> jax.Array:
-    """Returns the first 64 bits of a PRNG key, typed or raw, as u32[2] for Threefry."""
-    words = jax.random.key_data(key)
-    if words.ndim != 1 or words.size < 2:
-        raise ValueError(
-            f"{function}: expected one PRNG key, got {described(key)}; for an ensemble "
-            "make one optimizer of one key, and give its states keys of their own: "
-            "state._replace(rounding_key=jax.random.key_data(keys))"
-        )
-    return words[:2]
-
-
 def warn(message: str) -> None:
     """Warns at the line of the first caller outside of libraries."""
     warnings.warn(message, stacklevel=user_frame()[1])

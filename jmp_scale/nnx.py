@@ -67,16 +67,13 @@ def autocast(fun: F, dtype: DTypeLike | None = None, **options: Any) -> F:
     return in_half_precision  # pyright: ignore[reportReturnType]
 
 
-_Parts = tuple[Any, list[Any]]
-
-
-def _parts(node: _Node) -> _Parts:
+def _parts(node: _Node) -> tuple[Any, list[Any]]:
     """Returns structure and arrays; a state would hold variables, which may change."""
     structure, state = nnx.split(node)
     return structure, jax.tree.leaves(state)
 
 
-def _differs(node: _Node, before: _Parts) -> bool:
+def _differs(node: _Node, before: tuple[Any, list[Any]]) -> bool:
     """Whether a node has another structure than before, or holds other arrays."""
     structure, arrays = _parts(node)
     pairs = zip(arrays, before[1], strict=True)

@@ -26,7 +26,7 @@ for g in (1.0, jnp.inf, jnp.nan, 1.0):
     history, state = history.push(state, after), after
 assert diagnostics.metrics(state)["overflows"] == state.overflows == 2
 assert state.overflows.dtype == jnp.int32
-assert "overflow" in history.summary() and diagnostics.HealthLog()(state, history)
+assert diagnostics.HealthLog()(state, history)
 data = flax.serialization.to_bytes(state)
 assert flax.serialization.from_bytes(tx.init(params), data).overflows == 2
 guard = jmp_scale.SpikeGuard()

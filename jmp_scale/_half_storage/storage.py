@@ -36,7 +36,7 @@ from .._state import (
 )
 from .._tree import find_nodes, is_inexact, leaves_by_name, promote_to_float32
 from .._types import KeyPath, Leaf, PyTree
-from .._validation import described, key_words
+from .._validation import described
 from . import bfloat16
 from .parameters import check_pairs, is_bfloat16, join
 
@@ -87,18 +87,6 @@ def with_half_storage(
         from another (a centered RMSprop), a wrapper of this library within; from
         `update`, other parameters than those of `init`, a state of other arguments,
         or `unreduced` gradients.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp, jmp_scale, optax
-      >>> params = jnp.bfloat16(1)
-      >>> tx = jmp_scale.with_half_storage(optax.sgd(2.0**-9))
-      >>> state = tx.init(params)
-      >>> for _ in range(2):  # a bfloat16 below 1 has steps of 2^-8
-      ...     updates, state = tx.update(jnp.bfloat16(1), state, params)
-      ...     params = optax.apply_updates(params, updates)
-      ...     print(params, jmp_scale.full_parameters(params, state))
-      1 0.9980469
-      0.996094 0.99609375
     """
     inner = checked_optimizer(_NAME, inner)
     words = None
@@ -109,7 +97,7 @@ def with_half_storage(
                 "parameters with remainders=False), got None; write "
                 "key=jax.random.key(0)"
             )
-        words = key_words(_NAME, key)
+        words = jax.random.key_data(key)[:2]
     storage = _HalfStorage(inner, frozenset(averages), remainders, words)
     return optax.GradientTransformationExtraArgs(
         storage.init,

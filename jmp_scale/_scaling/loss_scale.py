@@ -124,16 +124,6 @@ class DynamicLossScale(LossScale):
     Raises:
       TypeError: an argument is not a number (or not a string, for the two words).
       ValueError: an argument is out of its range; the message names the range.
-
-    Examples:
-      >>> import jax.numpy as jnp, jmp_scale
-      >>> loss_scale = jmp_scale.DynamicLossScale(2.0**15, period=2)
-      >>> for finite in (True, True, False):
-      ...     loss_scale = loss_scale.adjust(jnp.array(finite))
-      ...     print(float(loss_scale.loss_scale), int(loss_scale.counter))
-      32768.0 1
-      65536.0 0
-      32768.0 0
     """
 
     loss_scale: _pytree.LeafField = 2.0**15

@@ -258,18 +258,17 @@ def _next_state(
 
 
 def _warn_of_half_precision(params: optax.Params) -> None:
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    half = [(path, leaf.dtype) for path, leaf in leaves if holds_half(leaf)]
-    if half:
-        path, dtype = half[0]
-        warn(
-            "with_loss_scale: expected float32 parameters, got "
-            f"{jax.tree_util.keystr(path) or '(the whole tree)'} of {dtype}, "
-            "which loses updates smaller than its precision; keep them in float32 "
-            f'(jmp_scale.get_policy("params=float32,compute={dtype}").cast_to_param('
-            "params)) and cast them in the loss, or store the remainders: "
-            "with_loss_scale(jmp_scale.with_half_storage(optimizer))"
-        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if holds_half(leaf):
+            warn(
+                "with_loss_scale: expected float32 parameters, got "
+                f"{jax.tree_util.keystr(path) or '(the whole tree)'} of {leaf.dtype}, "
+                "which loses updates smaller than its precision; keep them in float32 "
+                f'(jmp_scale.get_policy("params=float32,compute={leaf.dtype}")'
+                ".cast_to_param(params)) and cast them in the loss, or store the "
+                "remainders: with_loss_scale(jmp_scale.with_half_storage(optimizer))"
+            )
+            return
 
 
 def _check_arguments(updates: PyTree, state: object, params: PyTree) -> None:

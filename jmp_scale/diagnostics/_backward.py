@@ -13,7 +13,7 @@ from .._jaxpr import Program, bytes_per_entry, dtype_name, equations, is_floatin
 from .._scaling.finite import all_finite
 from .._scaling.gradients import checked_output, differentiated
 from .._scaling.loss_scale import DynamicLossScale, LossScale, scale_value
-from .._tree import named_inexact_leaves, split_arrays
+from .._tree import is_inexact, split_arrays
 from .._types import Arrays, Function, PyTree, Scalar
 from .._validation import require_callable
 
@@ -62,8 +62,10 @@ class Loss:
         )
         given = self.fun, loss_scale, self.argnums, self.has_aux, self.transform
         value, grads = differentiated(self.function, *given, {})(*args)
-        paths, leaves = named_inexact_leaves(grads)
-        return Backward(value[0] if self.has_aux else value, leaves, paths)
+        pairs = jax.tree_util.tree_leaves_with_path(grads)
+        leaves = {jax.tree_util.keystr(path): x for path, x in pairs if is_inexact(x)}
+        loss = value[0] if self.has_aux else value
+        return Backward(loss, list(leaves.values()), tuple(leaves))
 
 
 class Start(NamedTuple):

@@ -49,8 +49,6 @@ def place_of(eqn: JaxprEqn, outer: Place) -> Place:
     packages: set[str] = set()
     library = ""
     for file, function, line in _frames(eqn):
-        if _begins_program(file, function):
-            break
         package = _package(file)
         if package is None:
             name = _UNNAMED.sub("", function)
@@ -84,18 +82,16 @@ def place_of_function(fun: Function, otherwise: Place) -> Place:
 
 
 def _frames(eqn: JaxprEqn) -> Iterator[tuple[str, str, int]]:
-    """Yields file, function and line of an equation's frames, innermost first."""
-    traceback = eqn.source_info.traceback
-    for frame in () if traceback is None else traceback.frames:
-        yield frame.file_name, frame.function_name, frame.line_num
-
-
-def _begins_program(file: str, function: str) -> bool:
-    # jax 0.8 keeps the frames outside of a nested trace; newer releases cut them off.
-    name = function.rpartition(".")[2]
-    if name == begin_user_code.__name__ and file == __file__:
-        return True
-    return name.startswith("trace_to_jaxpr") and _package(file) == "jax"
+    """Yields file, function and line of the frames in its program, innermost first."""
+    for frame in getattr(eqn.source_info.traceback, "frames", ()):
+        file, function = frame.file_name, frame.function_name
+        # jax 0.8 keeps the frames outside of a nested trace; newer releases cut them.
+        name = function.rpartition(".")[2]
+        if name == begin_user_code.__name__ and file == __file__:
+            return
+        if name.startswith("trace_to_jaxpr") and _package(file) == "jax":
+            return
+        yield file, function, frame.line_num
 
 
 @functools.cache

@@ -19,28 +19,24 @@ class SpeedComparison(NamedTuple):
     """The result of `compare_speed`, in Python values.
 
     Attributes:
-      milliseconds: of one call of the float32 program, the median.
-      half_milliseconds: the same in half precision.
+      milliseconds: of one call in float32 and in half precision, the medians.
       gain: how many times as fast half precision is, the median of all rounds.
       gain_range: the quartiles of `gain`.
       believable: the smallest gain that is not noise: float32 beside itself differs by
         as much.
-      mebibytes: arguments, results and temporary arrays on each device, as compiled.
-        None if the compiler does not report it.
-      half_mebibytes: the same in half precision.
+      mebibytes: arguments, results and temporary arrays of both on each device, as
+        compiled; None if the compiler does not report it.
       error: norm of the difference of both gradients over the norm of the float32 one;
         infinite if it is not finite.
       loss_scale: S of the half-precision gradient; 1 without float16.
       table: all of these in Markdown, with float32 beside itself.
     """
 
-    milliseconds: float
-    half_milliseconds: float
+    milliseconds: tuple[float, float]
     gain: float
     gain_range: tuple[float, float]
     believable: float
-    mebibytes: float | None
-    half_mebibytes: float | None
+    mebibytes: tuple[float | None, float | None]
     error: float
     loss_scale: float
     table: str
@@ -55,9 +51,9 @@ class SpeedComparison(NamedTuple):
             text = f"Half precision is slower: {times}"
         else:
             text = f"No gain can be told from noise: {times}"
-        if self.mebibytes and self.half_mebibytes:
-            share = percent(self.half_mebibytes / self.mebibytes)
-            text += f", in {share} of the memory"
+        full, half = self.mebibytes
+        if full and half:
+            text += f", in {percent(half / full)} of the memory"
         text += f", and its gradient is off by {percent(self.error)}"
         if self.loss_scale != 1:
             text += f" at loss scale {power(self.loss_scale)}"
@@ -111,20 +107,19 @@ def compare_speed(
         _SECONDS,
         gradient_of=lambda found: found.leaves,
     )
-    row, half_row, *_ = found.rows
-    if half_row.gain is None:
+    full_row, half_row, *_ = found.rows
+    gain = half_row.gain
+    if gain is None:
         raise RuntimeError(
             "compare_speed: expected both programs to run, got "
-            f"{row.note or half_row.note}; pass a smaller batch"
+            f"{full_row.note or half_row.note}; pass a smaller batch"
         )
     return SpeedComparison(
-        milliseconds=row.milliseconds or 0.0,
-        half_milliseconds=half_row.milliseconds or 0.0,
-        gain=half_row.gain.median,
-        gain_range=(half_row.gain.low, half_row.gain.high),
+        milliseconds=(full_row.milliseconds or 0.0, half_row.milliseconds or 0.0),
+        gain=gain.median,
+        gain_range=(gain.low, gain.high),
         believable=found.believable or 1.0,
-        mebibytes=row.mebibytes,
-        half_mebibytes=half_row.mebibytes,
+        mebibytes=(full_row.mebibytes, half_row.mebibytes),
         error=half_row.error if half_row.error is not None else float("inf"),
         loss_scale=s,
         table=markdown(found),

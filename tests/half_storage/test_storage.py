@@ -510,11 +510,6 @@ EXACT = with_half_storage(optax.adam(0.1))
 RIGHT_ORDER = r"write with_loss_scale\(with_half_storage\(optimizer\)\)"
 MISTAKES = [
     (init(optax.adam(0.1), averages=["mu"]), ValueError, "expected a key .*got None"),
-    (
-        init(optax.adam(0.1), HALF, remainders=False, key=jax.random.split(KEY)),
-        ValueError,
-        r"one PRNG key, got an array of shape \(2,\); .*_replace\(rounding_key=",
-    ),
     (init(optax.adam(0.1)), ValueError, "neither, so nothing would be stored"),
     (
         init(optax.adam(0.1), half(PARAMS, "float16")),

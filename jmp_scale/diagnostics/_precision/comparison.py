@@ -226,10 +226,7 @@ def window_of(
 ) -> Window | None:
     """Returns the longest run of neighbors that work, the lower of two; None if none.
 
-    Args:
-      scales: increasing loss scales.
-      works: whether each of them works.
-      errors: for each of them the errors of the leaves that are not noise.
+    `errors` has, for each of the increasing `scales`, the errors of the leaves.
     """
     runs: list[list[int]] = [[]]
     for i, works_here in enumerate(works):
@@ -289,11 +286,9 @@ class Reference:
 
 
 def judged_error(found: GradientComparison) -> float:
-    """Returns the error to compare with a tolerance: the largest of three.
+    """Returns the largest of `error`, a third of `scaled_error`, and a lost share.
 
-    They are `error`, a third of `scaled_error`, and the share that a lost leaf loses.
-    The result is infinite if a loss is not finite, because such a step is skipped,
-    whatever its gradient.
+    It is infinite if a loss is not finite, because such a step is skipped.
     """
     if not math.isfinite(found.loss) or not math.isfinite(found.half_loss):
         return math.inf

@@ -1,10 +1,11 @@
-"""Derives the facts of an operation's outputs from those of its inputs."""
+"""What is known about the values of a traced program, equation by equation."""
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,13 +21,87 @@ from ..._jaxpr import (
     size,
     words,
 )
+from ..._policy import is_half
 from ..._types import Function
-from .equation import INF, Equation, Fact, is_integer, is_wide
+from .._source import Place
 
+SourceLine = tuple[str | None, int | None]
+INF = math.inf
 _MOST_OF_A_MASK = 8
 _NUMBERS = ("float", "bfloat", "int", "uint")
 _ADDITIONS = ("add", "add_any", "sub", "scatter-add")
 _SLICE_GRADIENTS = words("dynamic_update_slice pad scatter scatter-add")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fact:
+    """Knowledge about the elements of an array."""
+
+    low: float = -INF  # no element is smaller
+    high: float = INF  # no element is larger
+    extreme: float = 0.0  # a constant that some are equal to, which float16 loses
+    # Result if the other operand is 0: eps for x + eps; None without a constant.
+    epsilon: float | None = None
+    summed: float = 0.0  # number of float32 elements summed
+    maker: str = ""  # name of the operation that computed them
+    varying: frozenset[Var] = frozenset()  # in the loops around, that it depends on
+    # The carries of which it is `a * carry + b`, with a number `a`
+    # and a `b` that does not depend on the carry; and the last addition of a `b`.
+    sums: "Mapping[Var, Equation | None]" = dataclasses.field(default_factory=dict)
+
+    @property
+    def magnitude(self) -> float:
+        return max(abs(self.low), abs(self.high))
+
+    @property
+    def may_be_zero(self) -> bool:
+        return self.low <= 0 <= self.high
+
+    @property
+    def single(self) -> float | None:
+        """The value of all elements, if they are known to be equal."""
+        return self.low if self.low == self.high else None
+
+
+class Equation(NamedTuple):
+    """An equation of the traced program in its place."""
+
+    eqn: JaxprEqn
+    place: Callable[[], Place]  # a function, because to find its source line takes time
+    backward: bool = False  # whether JAX transposed an equation of the same line
+    times: int = 1  # how often it runs
+    ins: Sequence[Fact] = ()  # facts of its inputs
+
+    @property
+    def name(self) -> str:
+        return self.eqn.primitive.name
+
+    @property
+    def source(self) -> str:  # dtype
+        return dtype_name(self.eqn.invars[0]) if self.eqn.invars else ""
+
+    @property
+    def result(self) -> str:  # dtype
+        return dtype_name(self.eqn.outvars[0]) if self.eqn.outvars else ""
+
+    @property
+    def line(self) -> SourceLine:
+        return self.place()[:2]
+
+    @property
+    def narrows(self) -> bool:
+        """Whether it casts float32 or wider to half precision."""
+        casts = self.name == "convert_element_type"
+        return casts and is_wide(self.source) and is_half(self.result)
+
+
+def is_wide(dtype: str) -> bool:
+    """Whether a dtype is float32 or float64."""
+    return dtype in ("float32", "float64")
+
+
+def is_integer(dtype: str) -> bool:
+    return dtype.startswith(("int", "uint"))
 
 
 def rounded(value: Any, dtype: str) -> Any:
@@ -60,9 +135,8 @@ def of_constant(atom: Atom, value: object) -> Fact:
         return of_type(atom)
     low, high = float(array.min()), float(array.max())
     values = np.unique(array)
-    has_few = values.size <= _MOST_OF_A_MASK
-    extreme = next(filter(is_lost, values.tolist() if has_few else ()), 0.0)
-    return Fact(low, high, extreme)
+    few = values.tolist() if values.size <= _MOST_OF_A_MASK else ()
+    return Fact(low, high, extreme=next(filter(is_lost, few), 0.0))
 
 
 def join(a: Fact, b: Fact) -> Fact:
@@ -116,7 +190,7 @@ def _is_linear(equation: Equation, others: Sequence[tuple[Atom, Fact]]) -> bool:
                 return False
             factor, _ = others[0]
             is_divisor = factor is equation.eqn.invars[1]
-            # A decay rate is one number, whereas a gate has the size of the state.
+            # A decay rate is one number, whereas the gate of an LSTM is an array.
             is_number = is_literal(factor) or 1 == size(factor) < size(out)
             return is_number and (is_divisor or equation.name == "mul")
     return equation.name in SAME_ENTRIES | {"neg", "select_n"}
@@ -150,11 +224,14 @@ def _computed(fun: Function, eqn: JaxprEqn, *facts: Fact) -> Fact:
     number = eqn.invars[-1] if x is facts[0] else eqn.invars[0]
     keeps = name in ("add", "max") and shape(number) == ()
     epsilon = 0.0 if keeps and x.epsilon is None else x.epsilon
+    if name == "sqrt" and epsilon == 0:
+        epsilon = None  # it is reported here, and so not at a division by the root
+    is_sum = is_wide(dtype) and (len(facts) == 2 or name == "convert_element_type")
     return replace(
         fact,
         extreme=extreme if is_lost(extreme) else 0.0,
         epsilon=None if epsilon is None else result(epsilon),
-        summed=abs(result(x.summed)) if x.summed and is_wide(dtype) else 0.0,
+        summed=abs(result(x.summed)) if x.summed and is_sum else 0.0,
     )
 
 
@@ -177,19 +254,15 @@ def _ends(x: Fact) -> set[float]:
 
 def _mul(eqn: JaxprEqn, x: Fact, y: Fact) -> Fact:
     if eqn.invars[0] is eqn.invars[1]:
-        return _power(eqn, x, 2)
+        return _computed(np.square, eqn, x)
     return _computed(np.multiply, eqn, x, y)
 
 
-def _power(eqn: JaxprEqn, x: Fact, exponent: int) -> Fact:
-    if exponent < 2:  # no rule needs bounds of 1/x and x^0
+def _power(eqn: JaxprEqn, x: Fact) -> Fact:
+    exponent = eqn.params["y"]
+    if exponent < 2:  # no rule needs bounds of 1/x
         return Fact()
-    return replace(_computed(lambda x: x**exponent, eqn, x), summed=0.0)
-
-
-def _sqrt(eqn: JaxprEqn, x: Fact) -> Fact:
-    # A lost epsilon is reported at the root, and so not at a division by the root.
-    return _computed(np.sqrt, eqn, replace(x, epsilon=x.epsilon or None))
+    return _computed(lambda x: x**exponent, eqn, x)
 
 
 def _moved(eqn: JaxprEqn, x: Fact, *rest: Fact) -> Fact:
@@ -212,11 +285,6 @@ def _sum(eqn: JaxprEqn, x: Fact) -> Fact:
     return Fact(x.low * count, x.high * count, summed=summed)
 
 
-def _iota(eqn: JaxprEqn) -> Fact:
-    count = shape(eqn.outvars[0])[eqn.params["dimension"]]
-    return Fact(0.0, float(max(count - 1, 0)))
-
-
 _FUNCTIONS: dict[str, Function] = {
     "abs": np.abs,
     "add": np.add,
@@ -227,6 +295,8 @@ _FUNCTIONS: dict[str, Function] = {
     "max": np.maximum,
     "min": np.minimum,
     "neg": np.negative,
+    "sqrt": np.sqrt,
+    "square": np.square,
     "sub": np.subtract,
     "tanh": np.tanh,
 }
@@ -242,13 +312,11 @@ _RULES: dict[str, Callable[..., Fact]] = {
     **dict.fromkeys(_JOINS, _joined),
     **dict.fromkeys(["erf", "sign", "sin", "cos"], lambda eqn, x: Fact(-1.0, 1.0)),
     "cumsum": lambda eqn, x: join(_sum(eqn, x), x),
-    "iota": _iota,
-    "integer_pow": lambda eqn, x: _power(eqn, x, eqn.params["y"]),
+    "iota": lambda eqn: Fact(0.0, shape(eqn.outvars[0])[eqn.params["dimension"]] - 1.0),
+    "integer_pow": _power,
     "logistic": lambda eqn, x: Fact(0.0, 1.0),
     "mul": _mul,
     "reduce_sum": _sum,
-    "sqrt": _sqrt,
-    "square": lambda eqn, x: _power(eqn, x, 2),
 }
 
 

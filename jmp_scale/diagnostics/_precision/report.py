@@ -18,7 +18,8 @@ from .._backward import Loss
 from .._source import Place, begin_user_code, place_of_caller, place_of_function
 from .._tables import printed, table
 from . import work
-from .equation import SEVERITIES, Finding, SourceLine, finding_at, location
+from .facts import SourceLine
+from .rules import SEVERITIES, Finding, finding_at, full_matmuls, location
 from .walk import Walk
 from .work import Operation
 
@@ -52,7 +53,16 @@ class PrecisionReport(NamedTuple):
         counts = [(severities.count(s), s) for s in reversed(SEVERITIES)]
         parts = [f"{n} {s}{'s' if n > 1 else ''}" for n, s in counts if n]
         lines.append(", ".join(parts) or "No findings.")
-        return "\n".join([*lines, *_table(self)])
+        rows = [("operation", "operands", "runs", "share")]
+        for name, dtype, executions, flops, share in self.operations:
+            if flops:
+                rows.append((name, dtype, str(executions), f"{100 * share:.1f} %"))
+        if not rows[1:]:
+            return "\n".join([*lines, "No matrix products or convolutions."])
+        lines.append(
+            f"{100 * self.half_share:.1f} % of the matrix work is half precision:"
+        )
+        return "\n".join([*lines, *table(rows, names=2)])
 
 
 def precision_report(
@@ -102,24 +112,26 @@ def precision_report(
         differentiated, pair = _trace(transform(checked_fun, **keywords), args)
     loss = output[0] if has_aux else output
     gradients = pair[1] if isinstance(pair, tuple) and len(pair) == 2 else None
-    forward = Walk(zero).through(program, caller)
-    backward = Walk(zero, differentiated=True).through(differentiated, caller)
+    forward = Walk(program, caller, zero)
+    backward = Walk(differentiated, caller, zero, differentiated=True)
     operations = work.operations(backward.operations)
     keeps_digits = find_half_storage((args, opt_state))
+    place = place_of_function(fun, caller)
     found = [
-        *(() if keeps_digits else _half_parameters(gradients, fun, caller)),
+        *(() if keeps_digits else _half_parameters(gradients, place)),
         *_overflowing_constants(forward, infinite),
         *forward.found,
-        *_half_loss(loss, fun, caller),
+        *_half_loss(loss, place),
         *backward.found,
         # autocast left products in float32 on purpose, so the user need not cast them.
-        *(() if forward.autocasts else work.full_matmuls(backward.operations)),
+        *(() if forward.autocasts else full_matmuls(backward.operations)),
     ]
+    half = sum(row.flops for row in operations if work.is_narrow(row.dtype))
     unread = [e for e in forward.unread if "debug" not in e.name]
     return PrecisionReport(
         tuple(_one_per_line(found)),
         operations,
-        work.half_share(operations),
+        half / max(sum(row.flops for row in operations), 1),
         tuple(dict.fromkeys((e.name, location(e.line)) for e in unread)),
     )
 
@@ -137,11 +149,7 @@ def _trace(fun: Function, args: tuple[PyTree, ...]) -> tuple[ClosedJaxpr, PyTree
 
 @contextlib.contextmanager
 def _noting_lost_constants() -> Iterator[tuple[list[SourceLine], list[SourceLine]]]:
-    """Records the lines at which a constant becomes infinite, or 0, in its dtype.
-
-    The trace contains only the constant after the cast. NumPy casts constants, and
-    reports overflow and underflow.
-    """
+    """Records the lines at which NumPy casts a constant to infinity, or to 0."""
     lines: dict[str, list[SourceLine]] = {"overflow": [], "underflow": []}
 
     def note(kind: str, flag: int) -> None:
@@ -154,23 +162,10 @@ def _noting_lost_constants() -> Iterator[tuple[list[SourceLine], list[SourceLine
         yield lines["overflow"], lines["underflow"]
 
 
-def _table(report: PrecisionReport) -> list[str]:
-    rows: list[tuple[str, ...]] = [("operation", "operands", "runs", "share")]
-    for row in (row for row in report.operations if row.flops):
-        cells = str(row.executions), f"{100 * row.share:.1f} %"
-        rows.append((row.primitive, row.dtype, *cells))
-    if not rows[1:]:
-        return ["No matrix products or convolutions."]
-    share = f"{100 * report.half_share:.1f} %"
-    return [f"{share} of the matrix work is half precision:", *table(rows, names=2)]
-
-
 # Rules for a whole program.
 
 
-def _half_parameters(
-    gradients: PyTree, fun: Function, caller: Place
-) -> Iterator[Finding]:
+def _half_parameters(gradients: PyTree, place: Place) -> Iterator[Finding]:
     """Finds parameters in half precision, by the dtypes of their gradients."""
     pairs = jax.tree.leaves_with_path(gradients)
     halves = [(path, leaf) for path, leaf in pairs if is_half(str(leaf.dtype))]
@@ -186,22 +181,15 @@ def _half_parameters(
         "frozen, differentiate the trained ones alone (in NNX by "
         "transform=optimizer.value_and_grad)"
     )
-    place = place_of_function(fun, caller)
     yield finding_at(place, "half-parameters", "error", message, dtype)
 
 
-def _half_loss(loss: PyTree, fun: Function, caller: Place) -> Iterator[Finding]:
+def _half_loss(loss: PyTree, place: Place) -> Iterator[Finding]:
     """Finds a loss in half precision."""
     dtype = str(getattr(loss, "dtype", ""))  # Python numbers have no dtype
-    if not is_half(dtype):
-        return
-    keeps = "cannot exceed 65,504" if dtype == "float16" else "keeps two digits"
-    message = (
-        f"the loss leaves the function in {dtype}, where it {keeps}; cast to float32 "
-        "before the last mean"
-    )
-    place = place_of_function(fun, caller)
-    yield finding_at(place, "half-loss", "warning", message, dtype)
+    if is_half(dtype):
+        text = f"the loss is returned in {dtype}; cast to float32 before the last mean"
+        yield finding_at(place, "half-loss", "warning", text, dtype)
 
 
 def _overflowing_constants(forward: Walk, lines: list[SourceLine]) -> Iterator[Finding]:
@@ -212,8 +200,8 @@ def _overflowing_constants(forward: Walk, lines: list[SourceLine]) -> Iterator[F
             f"a constant becomes infinite in {dtype}; use jnp.finfo({dtype}).min or "
             ".max, or compute this in float32"
         )
-        for place in (Place(*line) for line in lines if line[0]):
-            yield finding_at(place, "half-constant", "error", message, dtype)
+        for line in filter(any, lines):
+            yield finding_at(Place(*line), "half-constant", "error", message, dtype)
 
 
 def _one_per_line(found: list[Finding]) -> Iterator[Finding]:

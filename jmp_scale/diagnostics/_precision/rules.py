@@ -1,19 +1,29 @@
-"""The rules of `precision_report` for single operations.
+"""The rules of `precision_report`, each a function that yields findings.
 
-Each function yields findings about one equation, from the facts of its inputs.
 docs/precision.md has the table of the rules, with programs and remedies.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal, NamedTuple
 
 from jax.extend.core import Var
 
-from ..._jaxpr import Loop, dtype_name, words
+from ..._autocast.products import stays_float32
+from ..._jaxpr import Loop, dtype_name, shape, words
 from ..._policy import is_half
 from .._source import Place
-from .equation import Equation, Finding, Severity, is_integer
-from .facts import entries_added, is_lost, rounded, transfer
+from .._tables import printed
+from .facts import (
+    Equation,
+    SourceLine,
+    entries_added,
+    is_integer,
+    is_lost,
+    rounded,
+    transfer,
+)
+from .work import flops, is_narrow, operand_dtypes
 
 FLOAT16_MAX = 65504
 _LONG = 4096
@@ -32,58 +42,112 @@ _SAFE_FUNCTIONS = words(
 _NOT_ZERO = {"div": 1, "rsqrt": 0, "log": 0, "sqrt": 0}  # positions of operands
 _LONG_BACKWARD_LOOP = 64
 
+Severity = Literal["error", "warning", "note"]
+SEVERITIES = ("note", "warning", "error")
+Fault = tuple[Severity, str]  # and the problem with a remedy
+Check = Callable[[Equation], Iterator[Fault]]
+
+
+@printed
+class Finding(NamedTuple):
+    """A line of a program that half precision harms.
+
+    Attributes:
+      rule: name of the rule, such as "half-sum".
+      severity: "error" (wrong or not finite for ordinary values), "warning" (loses
+        precision, or depends on the data) or "note" (cost).
+      message: the problem and a remedy; within a library, its file and line too.
+      file: path of the user's source file, or None if it is unknown.
+      line: line in that file, from 1, or None.
+      primitive: JAX's name of the operation; "" for a whole program.
+      dtype: the dtype in question.
+      shape: shape of the array in question.
+      backward: whether the problem occurs in the backward pass only.
+    """
+
+    rule: str
+    severity: Severity
+    message: str
+    file: str | None
+    line: int | None
+    primitive: str
+    dtype: str
+    shape: tuple[int, ...]
+    backward: bool
+
+    def summary(self) -> str:
+        """Returns the finding in a compiler's format, in one line."""
+        where = location((self.file, self.line))
+        end = " (backward pass)" if self.backward else ""
+        return f"{where}: {self.severity}: {self.message} [{self.rule}]{end}"
+
+
+def location(line: SourceLine) -> str:
+    return f"{line[0]}:{line[1]}" if line[0] else "<unknown line>"
+
+
+def finding_at(
+    place: Place, rule: str, severity: Severity, text: str, dtype: str
+) -> Finding:
+    """Returns the finding of a rule at a line; its message names a library's line."""
+    library = f" (in {place.library})" if place.library else ""
+    message = f"{text[0].upper()}{text[1:]}{library}."
+    return Finding(rule, severity, message, *place[:2], "", dtype, (), False)
+
+
+def _finding(equation: Equation, rule: str, severity: Severity, text: str) -> Finding:
+    shapes = map(shape, (*equation.eqn.invars, *equation.eqn.outvars))
+    found = finding_at(equation.place(), rule, severity, text, equation.result)
+    return found._replace(
+        primitive=equation.name,
+        shape=max(shapes, key=math.prod),
+        backward=equation.backward,
+    )
+
 
 def faults(equation: Equation) -> Iterator[Finding]:
     """Applies all rules to an equation."""
-    yield from _half_sum(equation)
-    yield from _half_collective(equation)
     # Transposing creates no square and no exp; a user's backward rule may.
-    yield from _half_square(equation)
-    yield from _half_exp(equation)
-    if not equation.backward:
-        yield from _half_constant(equation)
-        yield from _half_integers(equation)
-        yield from _half_division(equation)
+    for rule, check in (_BACKWARD if equation.backward else _FORWARD).items():
+        for severity, text in check(equation):
+            yield _finding(equation, rule, severity, text)
 
 
-def _half_sum(equation: Equation) -> Iterator[Finding]:
-    if not is_half(equation.result):
-        return
-    comes_back = equation.narrows
-    count = equation.ins[0].summed if comes_back else 0
+def _half_sum(equation: Equation) -> Iterator[Fault]:
+    narrows, dtype = equation.narrows, equation.result
+    # A gradient that is summed in float32 and rounded once is right.
+    count = equation.ins[0].summed if narrows and not equation.backward else 0
     if is_half(equation.source):
         count = entries_added(equation.eqn)
-    # A gradient that is summed in float32 and rounded once is right.
-    if count < _LONG or (comes_back and equation.backward):
+    if count < _LONG or not is_half(dtype):
         return
-    harms = ["overflows at 65,504"] if equation.result == "float16" else []
-    wrong = count >= FLOAT16_MAX and (harms or not comes_back)
+    harms = ["overflows at 65,504"] if dtype == "float16" else []
+    wrong = count >= FLOAT16_MAX and (harms or not narrows)
     severity: Severity = "error" if wrong else "warning"
-    cure = "sum with dtype=jnp.float32 and keep the result in float32"
-    how = "comes back" if comes_back else "accumulates"
-    if not comes_back:
+    if not narrows:
         harms.append("drops small terms")
+    cure = "sum with dtype=jnp.float32 and keep the result in float32"
     if equation.backward:
         cure = "broadcast the smaller operand in float32, then cast it"
         if equation.place().library:  # whose code a user cannot change
             severity = "note"
+    how = "comes back" if narrows else "accumulates"
     harm = " and ".join(harms) or "keeps two digits"
-    what = f"a sum of {count:,.0f} entries {how} in {equation.result}, which {harm}"
-    yield equation.finding("half-sum", severity, f"{what}; {cure}")
+    what = f"a sum of {count:,.0f} entries {how} in {dtype}, which {harm}"
+    yield severity, f"{what}; {cure}"
 
 
-def _half_collective(equation: Equation) -> Iterator[Finding]:
-    halves = [v for v in equation.eqn.invars if is_half(dtype_name(v))]
-    if not halves or not equation.name.startswith(_COLLECTIVES):
-        return
-    message = (
-        f"a sum over devices in {dtype_name(halves[0])} rounds at each addition; cast "
-        "to float32 before the collective, or use sum_gradients"
-    )
-    yield equation.finding("half-collective", "warning", message, halves[0])
+def _half_collective(equation: Equation) -> Iterator[Fault]:
+    dtypes = [*filter(is_half, map(dtype_name, equation.eqn.invars))]
+    if dtypes and equation.name.startswith(_COLLECTIVES):
+        yield (
+            "warning",
+            f"a sum over devices in {dtypes[0]} rounds at each addition; cast to "
+            "float32 before the collective, or use sum_gradients",
+        )
 
 
-def _half_integers(equation: Equation) -> Iterator[Finding]:
+def _half_integers(equation: Equation) -> Iterator[Fault]:
     if equation.name not in ("iota", "convert_element_type"):
         return
     (fact,) = equation.ins or transfer(equation)
@@ -92,29 +156,27 @@ def _half_integers(equation: Equation) -> Iterator[Finding]:
         return
     # The points of linspace are not integers.
     counts = fact.maker == "iota" and "linspace" not in equation.place().calls
-    if not counts and not is_integer(equation.source):
-        return
-    message = (
-        f"integers up to {fact.magnitude:,.0f} are cast to {equation.result}, which "
-        f"tells them apart only up to {limit:,}; keep them integers or compute in "
-        "float32"
-    )
-    yield equation.finding("half-integers", "error", message)
+    if counts or is_integer(equation.source):
+        yield (
+            "error",
+            f"integers up to {fact.magnitude:,.0f} are cast to {equation.result}, "
+            f"which tells them apart only up to {limit:,}; keep them integers or "
+            "compute in float32",
+        )
 
 
-def _half_square(equation: Equation) -> Iterator[Finding]:
+def _half_square(equation: Equation) -> Iterator[Fault]:
     exponent = _exponent(equation) if equation.result == "float16" else 0
     if exponent < 1 or equation.ins[0].magnitude <= FLOAT16_MAX ** (1 / exponent):
         return
-    if _is_safe(equation.place()):
-        return
     what = {1: "variance", 2: "square"}.get(exponent, f"power of {exponent}")
     largest = math.ceil(65520 ** (1 / max(exponent, 2)))
-    message = (
-        f"a {what} is computed in float16, which overflows for entries of {largest} "
-        "and more; cast to float32 first and keep the result there"
-    )
-    yield equation.finding("half-square", "warning", message)
+    if not _is_safe(equation.place()):
+        yield (
+            "warning",
+            f"a {what} is computed in float16, which overflows for entries of "
+            f"{largest} and more; cast to float32 first and keep the result there",
+        )
 
 
 def _exponent(equation: Equation) -> int:
@@ -128,86 +190,95 @@ def _exponent(equation: Equation) -> int:
     return 2 if same or equation.name == "square" else 0
 
 
-def _half_exp(equation: Equation) -> Iterator[Finding]:
-    in_half = equation.name in _EXPONENTIALS and is_half(equation.result)
-    if not in_half or _is_safe(equation.place()):
+def _half_exp(equation: Equation) -> Iterator[Fault]:
+    name, dtype = equation.name, equation.result
+    if name not in _EXPONENTIALS or not is_half(dtype) or _is_safe(equation.place()):
         return
-    digits = "three" if equation.result == "float16" else "two"
-    shifted = equation.ins[0].maker == "sub"  # perhaps by the maximum
-    bounded = shifted or equation.ins[0].high <= _LARGEST_EXPONENT
-    overflows = (
-        equation.result == "float16" and equation.name in _OVERFLOWING and not bounded
-    )
-    harm = " and overflows at 65,504" if overflows else ""
-    what = f"{equation.name} in {equation.result} keeps {digits} digits{harm}"
-    yield equation.finding(
-        "half-exp", "warning", f"{what}; cast its argument to float32"
-    )
+    (x, *_) = equation.ins  # perhaps a difference from the maximum
+    bounded = x.maker == "sub" or x.high <= _LARGEST_EXPONENT
+    harm = "three digits" if dtype == "float16" else "two digits"
+    if dtype == "float16" and name in _OVERFLOWING and not bounded:
+        harm += " and overflows at 65,504"
+    yield "warning", f"{name} in {dtype} keeps {harm}; cast its argument to float32"
 
 
 def _is_safe(place: Place) -> bool:
     return any(call.rpartition(".")[2] in _SAFE_FUNCTIONS for call in place.calls)
 
 
-def _half_constant(equation: Equation) -> Iterator[Finding]:
-    if equation.name != "convert_element_type" or not is_half(equation.result):
+def _half_constant(equation: Equation) -> Iterator[Fault]:
+    dtype = equation.result
+    if equation.name != "convert_element_type" or not is_half(dtype):
         return
     constant = equation.ins[0].extreme
-    if not is_lost(constant, equation.result):
+    if not is_lost(constant, dtype):
         return
-    held = rounded(constant, equation.result)
-    becomes = "0" if held == 0 else "infinite" if held > 0 else "minus infinity"
-    what = f"the constant {constant:.6g} becomes {becomes} in {equation.result}"
-    cure = f"use jnp.finfo({equation.result}).min or .max"
+    held, cure = rounded(constant, dtype), f"use jnp.finfo({dtype}).min or .max"
     if held == 0:
         cure = "use a constant of at least 1e-4"
-    message = f"{what}; {cure}, or compute this in float32"
-    yield equation.finding("half-constant", "error", message)
+    text = f"the constant {constant:.6g} becomes {held:g} in {dtype}; {cure}"
+    yield "error", f"{text}, or compute this in float32"
 
 
-def _half_division(equation: Equation) -> Iterator[Finding]:
-    is_inverse = equation.name == "pow" and equation.ins[1].high < 0
-    is_inverse |= equation.name == "integer_pow" and equation.eqn.params["y"] < 0
-    at = 0 if is_inverse else _NOT_ZERO.get(equation.name)
-    if (
-        at is None
-        or equation.ins[at].epsilon != 0.0
-        or not equation.ins[at].may_be_zero
-    ):
+def _half_division(equation: Equation) -> Iterator[Fault]:
+    name, ins = equation.name, equation.ins
+    is_inverse = name == "pow" and ins[1].high < 0
+    is_inverse |= name == "integer_pow" and equation.eqn.params["y"] < 0
+    at = 0 if is_inverse else _NOT_ZERO.get(name)
+    if at is None or ins[at].epsilon != 0 or not ins[at].may_be_zero:
         return
-    what = "division by" if equation.name == "div" else f"{equation.name} of"
-    infinite = (
-        "; the gradient of sqrt is infinite there" if equation.name == "sqrt" else ""
-    )
-    message = (
+    what = "division by" if name == "div" else f"{name} of"
+    end = "; the gradient of sqrt is infinite there" if name == "sqrt" else ""
+    yield (
+        "warning",
         f"{what} a value that can be 0, because its epsilon rounds to 0 in half "
-        f"precision{infinite}; use an epsilon of at least 1e-4, or float32"
+        f"precision{end}; use an epsilon of at least 1e-4, or float32",
     )
-    yield equation.finding("half-division", "warning", message, equation.eqn.invars[at])
+
+
+_BACKWARD: dict[str, Check] = {
+    "half-sum": _half_sum,
+    "half-collective": _half_collective,
+    "half-square": _half_square,
+    "half-exp": _half_exp,
+}
+_FORWARD = _BACKWARD | {
+    "half-constant": _half_constant,
+    "half-integers": _half_integers,
+    "half-division": _half_division,
+}
 
 
 def half_carry(
     carry: Var, addition: Equation | None, loop: Loop, backward: bool
 ) -> Iterator[Finding]:
-    """Finds a carry of a loop that accumulates in half precision by an addition.
-
-    The state of an LSTM does not accumulate, because its factor is an array, nor does a
-    residual stream `x + f(x)`.
-    """
+    """Finds a carry of a loop that accumulates in half precision by an addition."""
     # In the backward pass carries are gradients of values that all iterations share.
-    least = _LONG_BACKWARD_LOOP if backward else 2
+    least, dtype = _LONG_BACKWARD_LOOP if backward else 2, dtype_name(carry)
     is_short = loop.trips is not None and loop.trips < least  # None: a while loop
-    if is_short or addition is None or not is_half(dtype_name(carry)):
+    if is_short or addition is None or not is_half(dtype):
         return
-    times = f"{loop.trips:,} iterations" if loop.trips else "each iteration"
     cure = "keep the carry in float32 and add float32 values"
     if backward:
         cure = (
             "cast what the iterations share to half precision inside the loop, and a "
             "parameter that is stored so to float32, once outside of it"
         )
-    message = (
-        f"a carry adds up in {dtype_name(carry)} over {times} and loses what is small "
-        f"beside it; {cure}"
-    )
-    yield addition.finding("half-carry", "warning", message, carry)
+    text = f"a carry adds up in {dtype} and loses what is small beside it; {cure}"
+    yield _finding(addition, "half-carry", "warning", text)._replace(dtype=dtype)
+
+
+def full_matmuls(equations: Iterable[Equation]) -> Iterator[Finding]:
+    """Finds products in float32 while others are half precision."""
+    products = [equation for equation in equations if flops(equation.eqn)]
+    wide = [e for e in products if not is_narrow(operand_dtypes(e.eqn))]
+    for equation in wide if len(wide) < len(products) else ():
+        # A solve, or its derivative, needs the precision.
+        if stays_float32(equation.eqn) or "linalg" in equation.place().packages:
+            continue
+        message = (
+            f"a matrix product runs in {operand_dtypes(equation.eqn)} while others are "
+            "half precision; cast both operands if its time matters"
+        )
+        found = _finding(equation, "full-matmul", "note", message)
+        yield found._replace(dtype="float32")

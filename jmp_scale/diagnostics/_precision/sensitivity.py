@@ -113,13 +113,6 @@ def sensitive_products(
     Raises:
       TypeError: as `compare_gradients`.
       ValueError: `dtype` or `backward` is not float16 or bfloat16.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from jmp_scale import diagnostics
-      >>> loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
-      >>> diagnostics.sensitive_products(loss, jnp.eye(4), jnp.ones((8, 4))).keep
-      ()
     """
     function = "sensitive_products"
     checked = Loss(function, loss, args, argnums, has_aux, transform)

@@ -17,9 +17,8 @@ from ..._jaxpr import Atom, Loop, Program, bare, dtype_name, fits, open_jaxpr
 from ..._policy import is_half
 from ..._types import Leaf
 from .._source import Place, place_of
-from .equation import Equation, Fact, Finding, SourceLine
-from .facts import join, of_constant, of_type, transfer
-from .rules import faults, half_carry
+from .facts import Equation, Fact, SourceLine, join, of_constant, of_type, transfer
+from .rules import Finding, faults, half_carry
 
 # These primitives have a jaxpr of scalars that combines two elements.
 _COMBINE = ("reduce", "scatter", "select_and", "arg")
@@ -33,7 +32,13 @@ class Walk:
     In a `differentiated` program the rules apply only to equations that JAX transposed.
     """
 
-    def __init__(self, lost: list[SourceLine], differentiated: bool = False):
+    def __init__(
+        self,
+        program: ClosedJaxpr,
+        caller: Place,
+        lost: list[SourceLine],
+        differentiated: bool = False,
+    ):
         self.found: list[Finding] = []
         self.operations: list[Equation] = []
         self.unread: list[Equation] = []  # opaque operations
@@ -41,13 +46,9 @@ class Walk:
         self.autocasts = False  # whether `autocast` casts products
         self._lost = lost
         self._differentiated = differentiated
-
-    def through(self, program: ClosedJaxpr, caller: Place) -> "Walk":
-        """Walks through a program."""
         no_equation: Any = None  # contains a whole program
         outer = Equation(no_equation, lambda: caller)
         self._run(program, map(of_type, bare(program).invars), outer)
-        return self
 
     def _run(
         self, jaxpr: Program, facts: Iterable[Fact], outer: Equation

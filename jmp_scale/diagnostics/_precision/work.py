@@ -1,16 +1,16 @@
-"""Counts the work of matrix products, and finds products in float32."""
+"""Counts which operations run in which dtype, and the work of matrix products."""
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn
 
 from ..._autocast.dot_general import ALGORITHMS
-from ..._autocast.products import matrix_sizes, stays_float32
+from ..._autocast.products import matrix_sizes
 from ..._jaxpr import PRODUCTS, dtype_name, shape, size
-from .equation import Equation, Finding
+from .facts import Equation
 
 _FLOATING = ("float", "bfloat", "complex")
 _NARROW = ("float16", "bfloat16", "float8", "float4")
@@ -61,12 +61,13 @@ def flops(eqn: JaxprEqn) -> int:
     return 0
 
 
-def operand_dtypes(eqn: JaxprEqn) -> tuple[str, ...]:
+def operand_dtypes(eqn: JaxprEqn) -> str:
+    """Returns the dtypes of the first two operands, joined by " x " if they differ."""
     algorithm = eqn.params.get("precision")
     if algorithm in _DTYPES:
-        return (_DTYPES[algorithm],)
+        return _DTYPES[algorithm]
     operands = eqn.invars[:2] or eqn.outvars
-    return tuple(dict.fromkeys(map(dtype_name, operands)))
+    return " x ".join(dict.fromkeys(map(dtype_name, operands)))
 
 
 def operations(equations: Iterable[Equation]) -> tuple[Operation, ...]:
@@ -74,7 +75,7 @@ def operations(equations: Iterable[Equation]) -> tuple[Operation, ...]:
     runs: Counter[tuple[str, str]] = Counter()
     work: Counter[tuple[str, str]] = Counter()
     for equation in equations:
-        row = equation.name, " x ".join(operand_dtypes(equation.eqn))
+        row = equation.name, operand_dtypes(equation.eqn)
         runs[row] += equation.times
         work[row] += equation.times * flops(equation.eqn)
     total = max(work.total(), 1)
@@ -82,28 +83,6 @@ def operations(equations: Iterable[Equation]) -> tuple[Operation, ...]:
     return tuple(sorted(table, key=lambda row: (-row.flops, row.primitive, row.dtype)))
 
 
-def half_share(table: Iterable[Operation]) -> float:
-    work = sum(row.flops for row in table)
-    half = sum(row.flops for row in table if _is_narrow(row.dtype.split(" x ")))
-    return half / max(work, 1)
-
-
-def _is_narrow(dtypes: Iterable[str]) -> bool:
-    return all(dtype.startswith(_NARROW) for dtype in dtypes)
-
-
-def full_matmuls(equations: Iterable[Equation]) -> Iterator[Finding]:
-    """Finds products in float32 while others are half precision."""
-    products = [equation for equation in equations if flops(equation.eqn)]
-    wide = [e for e in products if not _is_narrow(operand_dtypes(e.eqn))]
-    for equation in wide if len(wide) < len(products) else ():
-        # A solve, or its derivative, needs the precision.
-        if stays_float32(equation.eqn) or "linalg" in equation.place().packages:
-            continue
-        message = (
-            f"a matrix product runs in {' x '.join(operand_dtypes(equation.eqn))} "
-            "while others are half precision; cast both operands if its time matters"
-        )
-        result = equation.eqn.outvars[0]
-        found = equation.finding("full-matmul", "note", message, result)
-        yield found._replace(dtype="float32")
+def is_narrow(dtypes: str) -> bool:
+    """Whether all dtypes, joined by " x ", have 16 bits or less."""
+    return all(dtype.startswith(_NARROW) for dtype in dtypes.split(" x "))

@@ -6,17 +6,16 @@ from typing import NamedTuple
 
 import jax
 
-from ..._state import LossScaleState, find_loss_scale_states
-from ..._tree import find_nodes, is_data, is_module
+from ..._tree import is_data, is_module
 from ..._types import Function, PyTree
 from .._tables import printed, with_progress
 from .step_calls import Check
 from .step_rules import RULES, Level
-from .step_scaling import growing_s, several_s
-from .step_state import applied_step, infinite_s, nan_in_batch, next_step
+from .step_scaling import several_s
+from .step_state import applied_step, infinite_s, nan_in_batch, next_step, spike
 
 # Later passes read the findings of earlier ones.
-_PASSES = (applied_step, several_s, growing_s, next_step, infinite_s, nan_in_batch)
+_PASSES = applied_step, several_s, next_step, infinite_s, spike, nan_in_batch
 
 
 @printed
@@ -78,14 +77,15 @@ def check_step(
     """Finds out whether a train step is wired right, by calling it (host).
 
     Use it before a run, and first of all when a model does not learn. It finds
-    gradients that are never unscaled, unscaled twice or clipped while scaled; a loss
-    that is not scaled, or of captured parameters; a hidden overflow; an average that a
-    skipped step changes. All of these are silent.
+    gradients that are never unscaled, unscaled twice, clipped while scaled or not
+    averaged over devices; a loss that is not scaled, or of captured parameters; a
+    hidden overflow; an average that a skipped step changes. All of these are silent.
 
     ```
-    eleven S, 2^-17 to 2^13   nothing may grow or fall with S
+    ten S, 2^-17 to 2^13      nothing may grow or fall with S
     S that grows              the step is the same as one in which S stays
     S = inf                   its own optimizer is skipped, and each leaf stays
+    a spike, with a guard     each leaf stays
     a NaN in the batch        no leaf stays NaN
     ```
 
@@ -97,9 +97,9 @@ def check_step(
 
     State is a part that an argument and a result have in common (names and shapes), and
     the arrays in NNX modules. It cannot find: gradients that are summed in place of
-    averaged, gradients that are scaled by the S of another optimizer, averages that NaN
-    enters where the batch has integers alone, a skip that not all devices agree on, and
-    any code that these arguments do not reach.
+    averaged, or that devices do not average where an optimizer has no moments; an S
+    that is a bare number; averages that NaN enters where the batch has integers alone;
+    and any code that these arguments do not reach.
 
     Args:
       step: the train step, compiled or not, with any arguments and results.
@@ -128,9 +128,10 @@ def check_step(
             f"{carried!r}; write carried=({carried!r},)"
         )
     check = Check(step, args, kwargs, carried)
-    # A list, because a tuple of states looks like a chain.
-    has_optimizer = _of_arguments(check, [*args, *kwargs.values()])
-    holder = _holder(step, (args, kwargs), has_optimizer)
+    if not (check.scales or check.states):
+        check.add("no loss scale")
+        check.not_checked.append("how the step scales: no argument is a loss scale")
+    holder = _holder(step, (args, kwargs), check.has_optimizer)
     if holder is not None:
         check.add("state out of reach", what=f"A {type(holder).__name__}")
         return StepCheck(_problems(check), ("anything",), 0)
@@ -154,28 +155,6 @@ def _problems(check: Check) -> tuple[Problem, ...]:
             where = f"{first} (and {len(others)} more)" if others else first
             problems.append(Problem(name, where, text, rule.cure, rule.level))
     return tuple(problems)
-
-
-def _of_arguments(check: Check, args: PyTree) -> bool:
-    """Finds what the arguments show before the first call.
-
-    Returns whether an optimizer's state, or a loss scale, is among them.
-    """
-    has_scale = bool(check.scales or check.states)
-    if not has_scale:
-        check.add("no loss scale")
-    nodes = [node for _, node in find_nodes(_is_of_optimizer, args)]
-    others = [node for node in nodes if not find_loss_scale_states(node)]
-    check.has_other_optimizers = bool(check.states and others)
-    return has_scale or bool(nodes)
-
-
-def _is_of_optimizer(node: PyTree) -> bool:
-    """Whether it is the state of an optimizer, or of a chain around a loss scale."""
-    parts = node if type(node) is tuple else (node,)
-    has_s = any(isinstance(part, LossScaleState) for part in parts)
-    has_optax = any(type(part).__module__.startswith("optax") for part in parts)
-    return has_s and has_optax if parts is node else has_s or has_optax
 
 
 def _holder(step: Function, args: PyTree, has_optimizer: bool) -> object:

@@ -120,22 +120,6 @@ class LossScaleHistory:
         recorded["log2_scale"] = np.log2(recorded.pop("loss_scales"))
         return {"step": steps} | {k: x[steps % capacity] for k, x in recorded.items()}
 
-    def __str__(self) -> str:
-        return self.summary()
-
-    def summary(self) -> str:
-        """Returns how many recorded steps were skipped, by cause, as text (host)."""
-        recorded = self.to_dict()
-        applied, spike = recorded["applied"], recorded["spike"]
-        # If the loss is not finite, gradients are not either. A spike may overflow.
-        broken = ~(recorded["loss_finite"] | applied)
-        overflowed = ~(recorded["grads_finite"] | broken | spike)
-        return (
-            f"{(~applied).sum()} of {applied.size} steps skipped: "
-            f"{overflowed.sum()} by overflow, {broken.sum()} by a broken loss, "
-            f"{spike.sum()} by a spike"
-        )
-
 
 _FLAGS = ("grads_finite", "loss_finite", "applied", "spike")
 _NUMBERS = ("loss_scales", "loss", "grad_norm", "lost_entries", "lost_magnitude")

@@ -1,7 +1,9 @@
-"""Calls a train step with other values in its arguments, and records what changes."""
+"""Calls a train step with other values in its arguments, and finds what comes back."""
 
 import dataclasses
 import functools
+import math
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeGuard
@@ -12,52 +14,30 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from ..._scaling.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
-from ..._state import LossScale
-from ..._tree import find_nodes, is_data, is_module
-from ..._types import Function, Leaf, PyTree
-from .step_leaves import (
-    Named,
-    Path,
-    flat,
-    has_moved,
-    host,
-    is_float,
-    is_key,
-    like,
-    matched,
-    named,
-    nnx,
-    parents,
-    path_of,
-    sampled,
-)
+from ..._state import LossScale, LossScaleState, find_loss_scale_states
+from ..._tree import find_nodes, is_data, is_inexact, is_module
+from ..._types import Function, KeyPath, Leaf, PyTree
 from .step_rules import RULES
 
+Path = tuple[str, ...]  # keys, indices and names of fields
+Named = dict[Path, Leaf]
+Form = tuple[tuple[Path, tuple[int, ...]], ...]  # names and shapes of leaves
+
 FAR = -(10**6)  # at this counter S does not grow, and a reset is recognized
-# What users' steps raise on purpose, what XLA raises, and the end of an iterator.
-_RAISED = (
-    ArithmeticError,
-    AssertionError,
-    MemoryError,
-    RuntimeError,
-    StopIteration,
-    ValueError,
-)
+_ON_PURPOSE = ArithmeticError, AssertionError, ValueError
+# What XLA raises, and the end of an iterator.
+_RAISED = *_ON_PURPOSE, MemoryError, RuntimeError, StopIteration
+_SAMPLE = 4096  # entries of a leaf that are compared in size
 
 
 class Change(NamedTuple):
     """The change of one leaf of the state in a call."""
 
-    old: np.ndarray  # a sample of the entries, f64
-    new: np.ndarray
+    new: np.ndarray  # a sample of the entries, f64
+    step: np.ndarray  # how much these changed
     stays_finite: bool  # whether what was finite is finite
     is_float: bool
     ndim: int
-
-    @property
-    def step(self) -> np.ndarray:
-        with np.errstate(all="ignore"):
-            return self.new - self.old
 
     def is_as(self, other: "Change") -> bool:
         return np.array_equal(self.new, other.new, equal_nan=True)
@@ -80,14 +60,13 @@ class Run:
     @functools.cached_property
     def counted(self) -> dict[Path, str]:
         """Returns "finite", "overflow" or "kept" for each loss scale."""
-        return {scale: self._count(scale) for scale in self.check.scales}
-
-    def _count(self, scale: Path) -> str:
-        counter = (*scale, "counter")
-        if not self.moved(counter):
-            return "kept"
-        moved = self.change(counter).step
-        return "finite" if ((moved > 0) & (moved < -FAR / 10)).all() else "overflow"
+        found = dict.fromkeys(self.check.scales, "kept")
+        for scale in self.check.scales:
+            if self.moved((*scale, "counter")):
+                steps = self.change((*scale, "counter")).step
+                is_finite = ((steps > 0) & (steps < -FAR / 10)).all()
+                found[scale] = "finite" if is_finite else "overflow"
+        return found
 
     @property
     def is_applied(self) -> bool:
@@ -95,15 +74,20 @@ class Run:
 
     @functools.cached_property
     def changes(self) -> dict[Path, Change]:
-        """Returns the leaves that steps change and skips keep; keys are left out."""
-        leaves = [path for path, x in self.after.items() if not is_key(x)]
-        return {p: self.change(p) for p in leaves if p not in self.check.ours}
+        """Returns the leaves that steps change and skips keep."""
+        return {p: self.change(p) for p in self.after if p not in self.check.ours}
+
+    @property
+    def broken(self) -> list[Path]:
+        """Returns the leaves that the call made infinite or NaN."""
+        return [path for path, c in self.changes.items() if not c.stays_finite]
 
     def change(self, path: Path) -> Change:
-        old, new = host(self.before[path]), host(self.after[path])
-        is_number = is_float(self.after[path])
-        finite = not is_number or (np.isfinite(new) | ~np.isfinite(old)).all()
-        return Change(sampled(old), sampled(new), bool(finite), is_number, new.ndim)
+        old, new = self.before[path], self.after[path]
+        is_number, entries = is_float(new), host(new)
+        finite = not is_number or (np.isfinite(entries) | ~np.isfinite(host(old))).all()
+        step, size = difference(old, new), entries.ndim
+        return Change(sampled(entries), step, bool(finite), is_number, size)
 
     def moved(self, path: Path) -> bool:
         """Whether a leaf differs after the call, in any replica or member."""
@@ -116,52 +100,59 @@ class Check:
     base: Run  # an applied step at S = 8, with which others are compared
 
     def __init__(
-        self,
-        step: Function,
-        args: tuple[PyTree, ...],
-        kwargs: Mapping[str, PyTree],
-        carried: Sequence[int],
+        self, step: Function, args: PyTree, kwargs: PyTree, carried: Sequence[int]
     ) -> None:
         self._step, self._keywords, self._carried = step, [*kwargs], carried
         labels = [f"args[{i}]" for i in range(len(args))] + self._keywords
-        args = *args, *kwargs.values()
+        args = [*args, *kwargs.values()]  # a tuple of states would look like a chain
+        optimizers = [node for _, node in find_nodes(_is_of_optimizer, args)]
         scales = filter(_is_scale, jax.tree.leaves(args, is_leaf=_is_scale))
         self.fixed = [x.loss_scale for x in scales if isinstance(x, StaticLossScale)]
         args = jax.tree.map(_as_dynamic, args, is_leaf=_is_scale)
-        self._graph, pairs, self._tree = flat(args)
-        self._leaves = {path_of(keys): leaf for keys, leaf in pairs}
-        self.arrays = {path: x for path, x in self._leaves.items() if is_data(x)}
+        pairs, self._join = _flat(args)
+        self._leaves = {_path_of(keys): leaf for keys, leaf in pairs}
         self.names: dict[Path, str] = {}  # as a reader writes them, `args[0]['w']`
-        for keys, _ in pairs:
-            path = path_of(keys)
+        for path, (keys, _) in zip(self._leaves, pairs, strict=True):
             end = jax.tree_util.keystr(keys[1 : len(path)])
             self.names[path] = labels[int(path[0])] + end
+        self.start = {path: x for path, x in self._leaves.items() if is_data(x)}
         # Variables of NNX outside of modules, as in an optimizer's state, are results.
-        modules = [path_of(keys) for keys, _ in find_nodes(is_module, args)]
+        modules = [_path_of(keys) for keys, _ in find_nodes(is_module, args)]
         self._in_modules = self._below(*modules)
-        self.states = parents(self.arrays, "grads_finite", "applied", "skipped")
-        self.scales = parents(self.arrays, "loss_scale", "counter")
-        history = parents(self.arrays, "first_norm", "pushed")
+        self.states = self._parents("grads_finite", "applied", "skipped")
+        self.scales = self._parents("loss_scale", "counter")
         # Leaves of optimizers with all that belongs to them, and S, flags, a guard's.
+        history = self._parents("first_norm", "pushed")
         self.in_optimizers = self._below(*self.states, *self.scales, *history)
-        inner = self._below(*((*state, "inner_state") for state in self.states))
-        self.ours = self.in_optimizers - inner
+        inner = [(*state, "inner_state") for state in self.states]
+        self.ours = self.in_optimizers - self._below(*inner)
+        self.start |= self._apart()
         self._places: dict[Path, Path] | None = None
-        self.window = 1  # calls until an accumulated step ends
-        self.start, self.count = self.arrays | self._apart(), 0
+        self.has_optimizer = bool(optimizers or self.scales or self.states)
+        with_s = all(map(find_loss_scale_states, optimizers))
+        self.has_other_optimizers = bool(self.states) and not with_s
         self.s = 8.0  # of the base
+        self.window = 1  # calls until an accumulated step ends
         self.found: dict[str, tuple[str, list[str]]] = {}  # text and places by rule
         self.not_checked: list[str] = []
         self.raised: list[str] = []  # calls that raised, with the error of the first
-        self.is_over = False  # later passes cannot run
-        self.has_other_optimizers = False  # without a loss scale
+        self.count, self.is_over = 0, False  # of calls; whether later passes cannot run
+
+    def _below(self, *nodes: Path) -> set[Path]:
+        """Returns the arrays in these nodes."""
+        return {p for p in self.start if any(p[: len(n)] == n for n in nodes)}
+
+    def _parents(self, *names: str) -> list[Path]:
+        """Returns the nodes with leaves of these names."""
+        nodes = dict.fromkeys(path[:-1] for path in self.start)
+        return [n for n in nodes if all((*n, name) in self.start for name in names)]
 
     def _apart(self) -> Named:
         """Returns copies of other leaves, made larger: an average starts as a copy."""
         copies: Counter[tuple[object, ...]] = Counter()
         new = {}
-        for path, x in self.arrays.items():
-            is_state = path in self._in_modules | self.in_optimizers
+        for path, x in self.start.items():
+            is_state = path in self.in_optimizers | self._in_modules
             if not is_state and len(path) > 1 and is_float(x) and np.ndim(x):
                 key = path[-1], np.shape(x), sampled(host(x)).tobytes()
                 if copies[key]:
@@ -174,14 +165,6 @@ class Check:
         finding = RULES[rule].text.format(**values), []
         where = place if isinstance(place, str) else self.names[place]
         self.found.setdefault(rule, finding)[1].append(where)
-
-    def _below(self, *nodes: Path) -> set[Path]:
-        """Returns the arrays in these nodes."""
-        return {p for p in self.arrays if any(p[: len(n)] == n for n in nodes)}
-
-    def start_at(self, run: Run, window: int) -> None:
-        """Makes a run the one with which others are compared; they start as it did."""
-        self.base, self.start, self.window = run, run.before, window
 
     def is_alike(self, run: Run | None) -> TypeGuard[Run]:
         """Whether a call was applied, and counted as the first was."""
@@ -213,9 +196,7 @@ class Check:
     ) -> Run | None:
         """Calls the step at S = `s`, of all loss scales or of `only` one; else base S.
 
-        `values` has new entries of leaves. The call starts as the base did, or where
-        another ended. Returns None if the step raises, as its own checks may do; the
-        first call may not.
+        `values` are new entries of leaves. Returns None if a later call raises.
         """
         before = {**self.start, **(follows.after if follows else {})}
         new = dict(values)
@@ -223,7 +204,7 @@ class Check:
             is_base = s is None or only not in (None, scale)
             new[*scale, "loss_scale"] = np.float32(self.s if is_base else s)
             new[*scale, "counter"] = counter
-        before |= {path: like(before[path], value) for path, value in new.items()}
+        before |= {path: _like(before[path], value) for path, value in new.items()}
         args = self._copies(before)
         self.count += 1
         first = len(args) - len(self._keywords)
@@ -236,31 +217,27 @@ class Check:
             message = str(error).partition("\n")[0][:200]
             self.raised.append(f"{what}, {type(error).__name__}: {message}")
             return None
-        return self._recorded(before, named(out), args)
+        return Run(self, before, *self._after(before, args, out))
 
-    def _recorded(self, before: Named, results: Named, args: PyTree) -> Run:
-        """Finds the arguments' next values among the results, or in NNX modules."""
+    def _copies(self, values: Named) -> PyTree:
+        """Returns copies of the arguments, since a step may donate them."""
+        leaves = [values.get(path, old) for path, old in self._leaves.items()]
+        arrays = jax.Array, np.ndarray
+        return self._join([x.copy() if isinstance(x, arrays) else x for x in leaves])
+
+    def _after(self, before: Named, args: PyTree, out: PyTree) -> tuple[Named, Named]:
+        """Returns the leaves after a call, and all other results."""
+        results = _named(out)
         if self._places is None:
             plain = {p: x for p, x in before.items() if p not in self._in_modules}
             whole = self.states + self.scales
-            self._places = matched(plain, results, whole, self._carried)
+            self._places = _matched(plain, results, whole, self._carried)
         pairs = self._places.items()
-        after = {p: x for p, x in named(args).items() if p in self._in_modules}
+        after = {p: x for p, x in _named(args).items() if p in self._in_modules}
         after |= {p: results[q] for p, q in pairs if q in results}
         after = {p: x for p, x in after.items() if np.shape(x) == np.shape(before[p])}
         used = set(self._places.values())
-        rest = {q: x for q, x in results.items() if q not in used}
-        return Run(self, before, after, rest)
-
-    def _copies(self, values: Mapping[Path, Leaf]) -> PyTree:
-        """Returns copies of the arguments, since a step may donate them."""
-        leaves = []
-        for path, old in self._leaves.items():
-            leaf = values.get(path, old)
-            is_array = isinstance(leaf, (jax.Array, np.ndarray))
-            leaves.append(leaf.copy() if is_array else leaf)
-        args = jax.tree.unflatten(self._tree, leaves)
-        return args if self._graph is None else nnx().merge(self._graph, args)
+        return after, {q: x for q, x in results.items() if q not in used}
 
 
 def _is_scale(x: PyTree) -> bool:
@@ -272,3 +249,137 @@ def _as_dynamic(x: PyTree) -> PyTree:
     if not isinstance(x, LossScale) or isinstance(x, (NoOpLossScale, DynamicLossScale)):
         return x
     return DynamicLossScale(jnp.full(jnp.shape(x.loss_scale), 8.0))
+
+
+def _is_of_optimizer(node: PyTree) -> bool:
+    """Whether it is the state of an optimizer, or of a chain around a loss scale."""
+    parts = node if type(node) is tuple else (node,)
+    has_s = any(isinstance(part, LossScaleState) for part in parts)
+    has_optax = any(type(part).__module__.startswith("optax") for part in parts)
+    return has_s and has_optax if parts is node else has_s or has_optax
+
+
+def _flat(tree: PyTree) -> tuple[list[tuple[KeyPath, Leaf]], Function]:
+    """Returns keys and leaves, and a function that makes such a tree of others."""
+    graph, nnx = None, sys.modules.get("flax.nnx")
+    if nnx and any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module))):
+        graph, tree = nnx.split(tree)
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
+
+    def join(leaves: list[Leaf]) -> PyTree:
+        tree = jax.tree.unflatten(structure, leaves)
+        return nnx.merge(graph, tree) if graph is not None and nnx else tree
+
+    return pairs, join
+
+
+def _named(tree: PyTree) -> Named:
+    """Returns the arrays and numbers of a pytree by path, NNX modules included."""
+    return {_path_of(keys): leaf for keys, leaf in _flat(tree)[0] if is_data(leaf)}
+
+
+def _path_of(keys: KeyPath) -> Path:
+    if not keys:
+        return ()
+    path = tuple(jax.tree_util.keystr(keys, simple=True, separator="\n").split("\n"))
+    # An NNX variable has its array in a field.
+    is_variable = hasattr(keys[-1], "name") and "flax.nnx" in sys.modules
+    return path[:-1] if is_variable and path[-1] == "value" else path
+
+
+def is_float(leaf: Leaf) -> bool:
+    return is_inexact(leaf) and not is_key(leaf)
+
+
+def is_key(leaf: Leaf) -> bool:
+    return jnp.issubdtype(getattr(leaf, "dtype", bool), jax.dtypes.prng_key)
+
+
+def host(leaf: Leaf) -> np.ndarray:
+    """Returns the entries; of an array over processes, those of its first part here."""
+    leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        leaf = leaf.addressable_data(0)
+    return np.asarray(leaf)
+
+
+def difference(old: Leaf, new: Leaf) -> np.ndarray:
+    """Returns the changes of a sample of the entries."""
+    with np.errstate(all="ignore"):
+        return sampled(host(new)) - sampled(host(old))
+
+
+def has_moved(old: Leaf, new: Leaf) -> bool:
+    return not np.array_equal(host(old), host(new))
+
+
+def sampled(x: np.ndarray) -> np.ndarray:
+    """Returns at most `_SAMPLE` evenly spread entries as f64."""
+    x = np.stack([np.real(x), np.imag(x)]) if np.iscomplexobj(x) else x
+    return x.ravel()[:: max(1, math.ceil(x.size / _SAMPLE))].astype(np.float64)
+
+
+def _like(leaf: Leaf, value: ArrayLike) -> Leaf:
+    """Returns `value`, broadcast to the shape, dtype and devices of `leaf`."""
+    filled = np.broadcast_to(value, np.shape(leaf)).astype(leaf.dtype)
+    if isinstance(leaf, jax.Array):
+        return jax.device_put(filled, leaf.sharding if leaf.committed else None)
+    return filled
+
+
+def _matched(
+    before: Named, results: Named, whole: Sequence[Path], carried: Sequence[int]
+) -> dict[Path, Path]:
+    """Returns the path of the result that is the next value of each argument's leaf.
+
+    It has the same names and shapes: those of an argument, or of parts except of those
+    in `whole`. Of several results that match, the nearest one is taken.
+    """
+    ours, theirs = _subtrees(before), _subtrees(results)
+    found: dict[Path, Path] = {}
+    for position in carried:
+        path = (str(position),)
+        found[path] = path if path in results else ()  # the only result
+        if path not in before or theirs.get(found[path]) != ours[path]:
+            raise ValueError(
+                "check_step: expected carried= to have positions of bare arrays that "
+                f"come back at that position of the results, got {position}"
+            )
+    places: dict[Form, list[Path]] = {}
+    for place, form in theirs.items():
+        places.setdefault(form, []).append(place)
+    inside = {p for p in ours if any(p != w and p[: len(w)] == w for w in whole)}
+    pairs: list[tuple[int, int, float, dict[Path, Path]]] = []
+    for path, form in ours.items():
+        for place in places.get(form, ()) if path and path not in inside else ():
+            if _may_match(path, place, form):
+                leaves = {(*path, *end): (*place, *end) for end, _ in form}
+                gaps = (difference(before[p], results[q]) for p, q in leaves.items())
+                gap = sum(float(np.nansum(np.abs(x))) for x in gaps)
+                pairs.append((-len(form), len(path), gap, leaves))
+    # The largest parts first: parameters have the form of their moments.
+    for *_, leaves in sorted(pairs, key=lambda pair: pair[:3]):
+        is_free = found.keys().isdisjoint(leaves)
+        if is_free and not set(leaves.values()).intersection(found.values()):
+            found |= leaves
+    return found
+
+
+def _may_match(path: Path, place: Path, form: Form) -> bool:
+    """Whether equal names and shapes suffice for a match."""
+    names = [name for suffix, _ in form for name in suffix]
+    if any(not name.isdigit() for name in path):
+        # A part of something that has names.
+        return not path[-1].isdigit() and path[-1:] == place[-1:]
+    # Lists of arrays, such as weights of layers: not a batch, nor scalars.
+    is_list = len(form) > 2 and any(shape for _, shape in form)
+    return is_list or any(not name.isdigit() for name in names)
+
+
+def _subtrees(arrays: Named) -> dict[Path, Form]:
+    """Returns names and shapes of the leaves below each path."""
+    below: dict[Path, set[tuple[Path, tuple[int, ...]]]] = {}
+    for path, leaf in arrays.items():
+        for i in range(len(path) + 1):
+            below.setdefault(path[:i], set()).add((path[i:], np.shape(leaf)))
+    return {path: tuple(sorted(form)) for path, form in below.items()}

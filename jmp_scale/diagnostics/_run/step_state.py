@@ -1,66 +1,34 @@
-"""Checks what applied and skipped steps do to the state.
-
-S may be a device array outside of [min, max], so S = inf is passed like any other: no
-static field changes, nothing recompiles, and each product with it is infinite or NaN in
-every dtype.
-"""
-
-from collections.abc import Sequence
+"""Checks what applied and skipped steps do to the state."""
 
 import jax.numpy as jnp
 import numpy as np
 
-from .step_calls import Check, Run
-from .step_leaves import Path, has_moved, host, is_float
+from ..._types import Leaf
+from .step_calls import Check, Path, Run, has_moved, host, is_float
 
 _MOST_CALLS = 16  # until a window of accumulation ends
 _FEW_CALLS = 8  # after these, the call in which most leaves change is taken
+# Values of a guard to which each norm is a spike.
+_SPIKE = {"accepted": 2**29, "norm_steps": 2**29, "norm_mean": -1e3, "in_a_row": 0}
 
 
 def applied_step(check: Check) -> None:
     """Checks that a step at a small S is counted, and changes the state."""
     first = _first(check)
-    check.is_over = not first.is_applied
-    if check.states and not first.is_applied and not first.skipped:
+    flags = [(*state, "skipped") for state in check.states]
+    missing = [path for path in flags if path not in first.after]
+    check.is_over = bool(missing) or not first.is_applied
+    for path in missing:
+        check.add("not returned", path)
+    if check.states and not (first.is_applied or first.skipped):
         # No step was skipped, but the counter started over, and so did S.
         for scale in check.scales:
             check.add("S never adjusted", (*scale, "loss_scale"))
     elif not first.is_applied:
         check.add("not applied", s=f"{check.s:g}")
-    for state in check.states:
-        if (*state, "skipped") not in first.after:
-            check.is_over = True
-            check.add("not returned", (*state, "skipped"))
-    if check.is_over:
-        return
-    for path in [p for p in check.arrays if len(p) == 1 and p in first.results]:
-        old, new = check.arrays[path], first.results[path]
-        if is_float(old) and np.ndim(old) and np.shape(old) == np.shape(new):
-            what = f"{check.names[path]}: a bare array, which seems to come back"
-            check.not_checked.append(f"{what}; pass carried=[{path[0]}]")
-    for path, new in first.after.items():
-        old, dtype = jnp.result_type(check.arrays[path]), jnp.result_type(new)
-        if is_float(new) and old.itemsize > dtype.itemsize < 4:
-            names = {"old": str(old), "new": str(dtype)}
-            check.add("comes back in half precision", path, **names)
-    last = _go_on(check)
-    changed = {p for p, x in last.after.items() if has_moved(first.before[p], x)}
-    check.is_over = not changed
-    weights = _outside(check, last)
-    # A window of MultiSteps may be longer.
-    in_window = any(path[-1] == "mini_step" for path in changed)
-    if not (weights or changed):
-        check.add("nothing comes back")
-    elif weights and changed.isdisjoint(weights) and not in_window:
-        check.add("nothing learned", weights[0], calls=str(check.count))
-    for scale, counted in check.base.counted.items():
-        # A loop by hand with a StaticLossScale adjusts nothing.
-        if counted != "finite" and (check.states or not check.fixed):
-            check.add("S never adjusted", (*scale, "loss_scale"))
-    for guard in [(*state, "guard") for state in check.states]:
-        sees_loss = last.moved((*guard, "loss_steps"))
-        if last.moved((*guard, "norm_steps")) and not sees_loss:
-            check.add("guard without a loss", (*guard, "loss_steps"))
+    if not check.is_over:
+        _of_results(check, first)
+        _of_changes(check, first, _go_on(check))
 
 
 def _first(check: Check) -> Run:
@@ -78,11 +46,25 @@ def _first(check: Check) -> Run:
     return check.base
 
 
-def _go_on(check: Check) -> Run:
-    """Calls on until most leaves change, and makes that call the base.
+def _of_results(check: Check, first: Run) -> None:
+    """Looks for bare arrays that may come back, and for leaves that come back half."""
+    for path, old in check.start.items():
+        new = first.results.get(path)
+        is_bare = len(path) == 1 and is_float(old) and np.ndim(old) > 0
+        if is_bare and new is not None and np.shape(old) == np.shape(new):
+            what = f"{check.names[path]}: a bare array, which seems to come back"
+            check.not_checked.append(f"{what}; pass carried=[{path[0]}]")
+    for path, new in first.after.items():
+        old, dtype = jnp.result_type(check.start[path]), jnp.result_type(new)
+        if is_float(new) and old.itemsize > dtype.itemsize < 4:
+            names = {"old": str(old), "new": str(dtype)}
+            check.add("comes back in half precision", path, **names)
 
-    A window of accumulation may last several calls, and a learning rate start at 0.
-    Returns the last call.
+
+def _go_on(check: Check) -> Run:
+    """Calls on until a window of accumulation ends, or a warm-up has begun.
+
+    Makes the call in which most leaves change the base; returns the last one.
     """
     run, best = check.base, -1
     for count in range(1, 1 + _MOST_CALLS):
@@ -90,10 +72,10 @@ def _go_on(check: Check) -> Run:
         learned = sum(map(run.moved, floats))
         counts = all(counted == "finite" for counted in run.counted.values())
         if counts and learned > best:
-            check.start_at(run, count)
+            check.base, check.start, check.window = run, run.before, count
             best = learned
-        is_enough = learned == len(floats) or (best > 0 and count >= _FEW_CALLS)
-        if (counts and is_enough) or not any(map(run.moved, run.after)):
+        is_enough = best == len(floats) or (best > 0 and count >= _FEW_CALLS)
+        if is_enough or not any(map(run.moved, run.after)):
             break
         later = check.run("later steps", follows=run)
         if later is None or not later.is_applied:
@@ -102,13 +84,52 @@ def _go_on(check: Check) -> Run:
     return run
 
 
+def _of_changes(check: Check, first: Run, last: Run) -> None:
+    """Checks what some applied steps changed, and what S and a guard saw of them."""
+    changed = {p for p, x in last.after.items() if has_moved(first.before[p], x)}
+    check.is_over = not changed
+    weights = _outside(check, last)
+    # A window of MultiSteps may be longer.
+    in_window = any(path[-1] == "mini_step" for path in changed)
+    if not (weights or changed):
+        check.add("nothing comes back")
+    elif weights and changed.isdisjoint(weights) and not in_window:
+        check.add("nothing learned", weights[0], calls=str(check.count))
+    for scale, counted in check.base.counted.items():
+        # A loop by hand with a StaticLossScale adjusts nothing.
+        if counted != "finite" and (check.states or not check.fixed):
+            check.add("S never adjusted", (*scale, "loss_scale"))
+    for guard in [(*state, "guard") for state in check.states]:
+        sees_loss = last.moved((*guard, "loss_steps"))
+        if last.moved((*guard, "norm_steps")) and not sees_loss:
+            check.add("guard without a loss", (*guard, "loss_steps"))
+    rows = [host(first.before[path]) for path in weights]
+    is_mapped = all(x.ndim and (x == x[0]).all() for x in rows)  # as under pmap
+    is_mapped = is_mapped and any((x != x.flat[0]).any() for x in rows)
+    for path in last.changes:
+        if path in check.in_optimizers and _differs(last.after[path], is_mapped):
+            check.add("replicas diverge", path)
+
+
+def _differs(leaf: Leaf, is_mapped: bool) -> bool:
+    """Whether devices that hold copies of a leaf hold different ones."""
+    parts = [host(part.data) for part in getattr(leaf, "addressable_shards", ())]
+    is_copy = len(parts) > 1 and (is_mapped or leaf.is_fully_replicated)
+    return is_copy and any(not np.array_equal(parts[0], part) for part in parts)
+
+
+def _outside(check: Check, run: Run) -> list[Path]:
+    """Returns the floating-point leaves that are not an optimizer's."""
+    floats = [path for path, change in run.changes.items() if change.is_float]
+    return [path for path in floats if path not in check.in_optimizers]
+
+
 def next_step(check: Check) -> None:
     """Calls on, so that moments and averages differ from their initial values."""
-    first = check.base
-    run = check.window_after(first)
+    first, run = check.base, check.window_after(check.base)
     if not check.is_alike(run):
         return
-    check.start_at(run, check.window)
+    check.base, check.start = run, run.before
     losses = [path for path, x in run.results.items() if is_float(x)]
     moments = check.in_optimizers.intersection(run.changes)
     moments = [p for p in moments if run.changes[p].is_float and run.moved(p)]
@@ -120,42 +141,44 @@ def next_step(check: Check) -> None:
         check.add("captured parameters", _outside(check, run)[0])
 
 
-def _outside(check: Check, run: Run) -> list[Path]:
-    """Returns the floating-point leaves that are not an optimizer's."""
-    floats = [path for path, change in run.changes.items() if change.is_float]
-    return [path for path in floats if path not in check.in_optimizers]
-
-
 def infinite_s(check: Check) -> None:
-    """Checks that S = inf skips the optimizer of that loss scale as a whole."""
+    """Checks that S = inf, whose products are not finite, skips a step as a whole."""
     run = None
     for scale in check.scales:
         run = check.run("S = inf", np.inf, scale)
-        if run is not None and not run.skipped and run.counted[scale] != "overflow":
-            _not_skipped(check, run, (*scale, "loss_scale"))
+        if run is not None:
+            _of_one_scale(check, run, scale)
     if len(check.scales) > 1:
         run = check.run("S = inf", np.inf)
-    if run is None:
-        return
-    alone = [scale for scale in check.scales if scale[:-1] not in check.states]
-    is_whole = len(run.skipped) == len(check.states)
-    if is_whole and all(run.counted[scale] == "overflow" for scale in alone):
-        _left_unchanged(check, run)
-    if any(run.moved((*state, "nonfinite_losses")) for state in check.states):
-        what = "whether a clip hides an overflow: at S = inf the loss is not finite"
-        check.not_checked.append(what)
+    if run is not None:
+        alone = [scale for scale in check.scales if scale[:-1] not in check.states]
+        is_whole = len(run.skipped) == len(check.states)
+        if is_whole and all(run.counted[scale] == "overflow" for scale in alone):
+            again = check.run("S = inf", np.inf, follows=run)
+            _left_finite(check, run)
+            _left_unchanged(check, run, again)
+        if any(run.moved((*state, "nonfinite_losses")) for state in check.states):
+            what = "whether a clip hides an overflow: at S = inf the loss is not finite"
+            check.not_checked.append(what)
 
 
-def _not_skipped(check: Check, run: Run, place: Path | str) -> None:
-    """Finds out why a step at S = inf is not skipped."""
-    if "S never adjusted" in check.found or "gradients of zero" in check.found:
+def _of_one_scale(check: Check, run: Run, scale: Path) -> None:
+    """Checks that S = inf skips the optimizer of that S, which counts it once."""
+    counted, place = run.counted[scale], (*scale, "loss_scale")
+    if counted == "overflow":
+        if scale[:-1] in run.skipped:
+            adjusted = check.base.change((*scale, "counter")).step
+            if (adjusted > run.change((*scale[:-1], "skipped")).step).any():
+                check.add("S adjusted twice", place)
         return
-    bad = [path for path, change in run.changes.items() if not change.stays_finite]
-    for path in _staying(check, run, bad):
-        check.add("NaN stays", path)
-    if bad:
+    if run.skipped and counted == "finite":
+        check.add("S not used", place)
+    if run.skipped or {"S never adjusted", "gradients of zero"} & check.found.keys():
         return
+    _left_finite(check, run)
     usual, optimizers = check.base.changes, check.in_optimizers.intersection(run.after)
+    if run.broken:
+        return
     if all(change.is_as(usual[path]) for path, change in run.changes.items()):
         check.add("S not used", place)
     elif check.states and not any(map(run.moved, optimizers)):
@@ -164,41 +187,37 @@ def _not_skipped(check: Check, run: Run, place: Path | str) -> None:
         check.add("overflow hidden", place)
 
 
-def _staying(check: Check, run: Run, bad: Sequence[Path]) -> list[Path]:
-    """Returns the leaves of `bad` that the next steps do not make finite again."""
-    last = check.window_after(run) if bad else run
-    return [path for path in bad if not np.isfinite(host(last.after[path])).all()]
-
-
-def _left_unchanged(check: Check, run: Run, is_first: bool = True) -> None:
-    """Checks that a skipped step leaves each leaf finite, and, at first, unchanged."""
-    bad = [path for path, change in run.changes.items() if not change.stays_finite]
-    for path in _staying(check, run, bad):
+def _left_finite(check: Check, run: Run) -> None:
+    """Checks that the next steps make finite again what a step did not leave so."""
+    last = check.window_after(run) if run.broken else run
+    for path in run.broken:
         # A scalar is a sum or a mean for a log.
-        if run.changes[path].ndim:
+        if run.changes[path].ndim and not np.isfinite(host(last.after[path])).all():
             check.add("NaN stays", path)
-    moved = _changed(check, run, bad) if is_first else []
-    again = check.run("S = inf", np.inf, follows=run) if moved and check.scales else run
-    for path in moved:
-        is_copy = again is not None and again is not run and not again.moved(path)
-        check.add("put back" if is_copy else "changed on a skip", path)
 
 
-def _changed(check: Check, run: Run, bad: Sequence[Path]) -> list[Path]:
-    """Returns finite leaves that a skipped step should have kept, but changed.
+def _left_unchanged(check: Check, run: Run, again: Run | None = None) -> None:
+    """Checks that a skipped step changes no finite leaf; `again` is skipped after it.
 
-    Counters, data and statistics of all steps change as on any other step. Other
-    optimizers skip nothing, as their gradients have no S.
+    Counters, data and statistics of all steps change as on any other step.
     """
-    found = []
-    for path, change in run.changes.items():
+    # Other optimizers skip nothing, as their gradients have no S.
+    changes = {} if check.has_other_optimizers else run.changes
+    for path, change in changes.items():
         counts = not change.is_float or np.isin(change.step, (0, 1)).all()
-        is_usual = (
-            not run.moved(path) or counts or change.is_as(check.base.changes[path])
-        )
-        if change.ndim and not (is_usual or path in bad or check.has_other_optimizers):
-            found.append(path)
-    return found
+        is_usual = counts or change.is_as(check.base.changes[path])
+        if change.ndim and change.stays_finite and not is_usual:
+            is_copy = again is not None and not again.moved(path)
+            check.add("put back" if is_copy else "changed on a skip", path)
+
+
+def spike(check: Check) -> None:
+    """Checks that a step that a guard skips, with finite gradients, changes nothing."""
+    values = {(*p, "guard", k): v for p in check.states for k, v in _SPIKE.items()}
+    values = {path: value for path, value in values.items() if path in check.start}
+    run = check.run("a spike", values=values) if values else None
+    if run is not None and len(run.skipped) == len(check.states):
+        _left_unchanged(check, run)
 
 
 def nan_in_batch(check: Check) -> None:
@@ -206,8 +225,8 @@ def nan_in_batch(check: Check) -> None:
     if not (check.states or check.scales):
         return
     carried = {path[0] for path in (*check.base.after, *check.states, *check.scales)}
-    arrays = [path for path, x in check.arrays.items() if hasattr(x, "dtype")]
-    others = [p for p in arrays if p[0] not in carried and is_float(check.arrays[p])]
+    arrays = [path for path, x in check.start.items() if hasattr(x, "dtype")]
+    others = [p for p in arrays if p[0] not in carried and is_float(check.start[p])]
     for position in dict.fromkeys(path[0] for path in others):
         paths = [path for path in others if path[0] == position]
         values = {path: np.array(host(check.start[path])) for path in paths}
@@ -216,10 +235,12 @@ def nan_in_batch(check: Check) -> None:
         run = check.run("a NaN", values=values)
         if run is None or check.is_alike(run):
             continue  # the loss does not depend on it, such as a learning rate
-        # A call of several steps, or members, may apply others. With a loss scale, what
-        # changes on a skip was found at S = inf.
+        # A call of several steps, or members, may apply others.
         applied = [host(run.after[*state, "applied"]).any() for state in check.states]
         if not check.has_other_optimizers:  # these skip no NaN
-            _left_unchanged(check, run, not (any(applied) or check.scales))
+            _left_finite(check, run)
+            # With a loss scale, S = inf has shown what changes on a skip.
+            if not (any(applied) or check.scales):
+                _left_unchanged(check, run)
         return
     check.not_checked.append("a NaN: no argument was found that makes the loss NaN")

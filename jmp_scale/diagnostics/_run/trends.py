@@ -30,7 +30,7 @@ def trend_findings(history: LossScaleHistory) -> Iterator[KindAndValues]:
     keep = np.isfinite(columns["loss"])
     if keep.sum() >= _LEAST_STEPS:
         loss, step = columns["loss"][keep], columns["step"][keep].astype(int)
-        yield from _loss_findings(loss, step, norms, history)
+        yield from _loss_findings(loss, step, float(history.first_loss))
         yield from _unsteady(loss, step, float(history.first_loss))
 
 
@@ -60,14 +60,14 @@ def _growing_norm(norms: np.ndarray, first_norm: float) -> Iterator[KindAndValue
 
 
 def _loss_findings(
-    loss: np.ndarray, step: np.ndarray, norms: np.ndarray, history: LossScaleHistory
+    loss: np.ndarray, step: np.ndarray, first: float
 ) -> Iterator[KindAndValues]:
     """Findings on finite losses, by their medians over blocks of steps."""
     block = max(3, min(20, len(loss) // 10))  # steps of a median
     blocks = loss[len(loss) % block :].reshape(-1, block)
     medians = np.median(blocks, 1)
     # The lower of the last two blocks, so that a single burst does not count.
-    first, current = float(history.first_loss), float(medians[-2:].min())
+    current = float(medians[-2:].min())
     best, best_block = float(min(medians[:-2].min(), first)), np.argmin(medians[:-2])
     best_step = int(step[len(loss) % block :][best_block * block + block - 1])
     values = {"first": first, "current": current, "steps": len(loss), "more": ""}
@@ -85,13 +85,6 @@ def _loss_findings(
     if rose and first - current < 0.25 * abs(first):
         more = f", and {loss[peak]:.3g} at step {step[peak]}"
         yield "no progress", {**values, "more": more}
-
-    if len(norms) >= _LEAST_STEPS and current > 0.5 * first:
-        norm, first_norm = np.median(norms[-_LEAST_STEPS:]), float(history.first_norm)
-        # The first norm is nonzero, or NaN.
-        if norm == 0 or norm < 2.0**-13 * first_norm:
-            more = f"; the gradient norm is {norm:.3g} after {first_norm:.3g}"
-            yield "no progress", {**values, "more": more}
 
     start, now = np.median(loss[:20]), np.median(loss[-_RECENT:])
     if step[0] == 0 and len(loss) >= 3 * _WIDE and start - now < 0.02 * abs(start):

@@ -98,8 +98,6 @@ def by_hand(half, ls, *args, mistake="by hand"):
         ls = ls.adjust(jmp_scale.all_finite(grads))
     if mistake == "penalty unscaled":
         grads = jax.tree.map(lambda g, p: g + 1e-1 * p, grads, args[0])
-    if mistake == "clipped while scaled":
-        grads = jax.tree.map(lambda g: jnp.clip(jnp.nan_to_num(g), -6e4, 6e4), grads)
     if mistake in CLIPS:
         clip = CLIPS[mistake]
         grads, _ = clip.update(grads, clip.init(grads), args[0])
@@ -110,7 +108,7 @@ def by_hand(half, ls, *args, mistake="by hand"):
 BY_HAND = {
     *("by hand", "plain", "scaled twice", "never unscaled", "never, but reported"),
     *("loss left scaled", "unscaled by the next S", "penalty unscaled"),
-    *("clipped while scaled", *CLIPS),
+    *CLIPS,
 }
 
 
@@ -140,6 +138,8 @@ def returned(params, old, new, updates, loss, mistake):
         new = old
     if mistake == "state anew":
         new = TX.init(params)
+    if mistake == "adjusted twice":
+        new = new._replace(loss_scale=new.loss_scale.adjust(new.grads_finite))
     if mistake == "put back":
         moved = jmp_scale.select_tree(new.applied, moved, PARAMS)
     return (moved, loss) if mistake == "not returned" else (moved, new, loss)
@@ -219,8 +219,9 @@ def average(mistake=None, inner="adamw", accumulate=False, guard=None, donate=Fa
         grads = changed(grads, old.loss_scale, params, mistake)
         params, new = applied(params, old, loss, grads, tx)
         moved = jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, ema, params)
+        flag = new.grads_finite if mistake == "but of spikes" else new.applied
         if mistake != "not selected":
-            moved = jmp_scale.select_tree(new.applied, moved, ema)
+            moved = jmp_scale.select_tree(flag, moved, ema)
         metrics = {"loss": loss, **jmp_scale.diagnostics.metrics(new, grads)}
         return {"params": params, "opt": new, "ema": moved}, metrics
 
@@ -348,7 +349,7 @@ def gan(mistake=None):
     @jax.jit
     def step(players, states, x):
         scales = [state.loss_scale for state in states]
-        scales = scales[:1] * 2 if mistake else scales
+        scales = {"one": scales[:1] * 2, "swapped": scales[::-1]}.get(mistake, scales)
         new = []
         for player, state, ls in zip(players, states, scales, strict=True):
             loss, grads = scaled(HALF["float16"], ls, player, x)
@@ -479,11 +480,12 @@ def nnx_step(mistake=None, inner="adamw", with_metrics=False):
 # Devices.
 
 
-def pmapped():
+def pmapped(mistake=None):
     def step(params, state, key, x):
         x = x + 1e-3 * jax.random.normal(key, x.shape)
         loss, grads = scaled(HALF["float16"], state.loss_scale, params, x)
-        loss, grads = lax.pmean((loss, grads), "batch")
+        if not mistake:
+            loss, grads = lax.pmean((loss, grads), "batch")
         return *applied(params, state, loss, grads), loss
 
     params = jax.tree.map(lambda p: jnp.stack([p] * 2), PARAMS)
@@ -562,7 +564,7 @@ WRONG = {
         **with_optimizers("plain", "captured", "fresh"),
         **cases(linen, "plain"),
         **cases(nnx_step, "plain"),
-        **cases(gan, "one"),
+        **cases(gan, "one", "swapped"),
         **cases(loop_by_hand, "S"),
     },
     "clipped while scaled": {
@@ -592,6 +594,7 @@ WRONG = {
         **cases(step_of, "decayed", ls="none"),
         **cases(average, "not selected"),
         **cases(average, "not selected", inner="warm-up"),
+        **cases(average, "but of spikes", guard=GUARD),
         **cases(copies, "not selected"),
         **cases(loop_by_hand, "zero"),
         **cases(with_arguments, "decay"),
@@ -610,6 +613,8 @@ WRONG = {
         **cases(nnx_step, "no update"),
         **cases(loop_by_hand, "adjust"),
     },
+    "S adjusted twice": cases(step_of, "adjusted twice"),
+    "replicas diverge": cases(pmapped, "no mean"),
     "nothing learned": cases(step_of, "old parameters"),
     "not returned": cases(step_of, "not returned"),
     "comes back in half precision": cases(step_of, "narrowed"),
@@ -630,7 +635,7 @@ RIGHT = {
     **cases(several_steps_in_a_call, ls="none"),
     **cases(no_loss_scale),
 }
-_MAKERS = in_another_order, pmapped, ensemble, several_steps_in_a_call
+_MAKERS = in_another_order, ensemble, several_steps_in_a_call
 for _maker in _MAKERS:
     RIGHT |= cases(_maker)
 for _inner, _dtype in itertools.product(("adamw", "sgd", "clip"), HALF):

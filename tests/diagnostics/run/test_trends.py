@@ -23,8 +23,6 @@ def then(*parts):
 
 
 STEP = np.arange(500)
-FLAT = 0.18 * noise(200, 0.02)
-VANISHING = np.where(STEP[:200] < 20, 0.1, 1e-8)
 SHRINKING = np.where(STEP[:200] < 50, 1.0, 0.1)
 BLOWN_UP = [2.4, 3.0, 1e4, 50.0]
 RISEN = then(np.linspace(10, 1, 300), np.full(300, 1.0), np.full(60, 2.0))
@@ -98,12 +96,6 @@ RUNS = {
         "(2.3 after 2.4, and 1e+04 at step 2)",
     ),
     "blew up and recovered": (then(BLOWN_UP, np.full(200, 0.5)),),
-    "gradients vanish": ({"loss": FLAT, "grad_norm": VANISHING}, "no progress"),
-    "no gradients from the first step on": (
-        {"loss": FLAT, "grad_norm": np.zeros(200)},
-        "no progress",
-        "the gradient norm is 0 after",
-    ),
     "most updates are lost": (
         lost(0.72),
         "lost updates",

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from . import __version__
-from ._machine import facts, gain
+from . import _machine as machine
 from .diagnostics._timing import compare, markdown
 
 _SECONDS = 10.0, 25.0  # of the rounds, for the products and for each table of a model
@@ -24,27 +24,29 @@ def main(
     argv: Sequence[str] | None = None,
     *,
     side: int | None = None,
-    sizes: gain.Sizes | None = None,
+    sizes: machine.Sizes | None = None,
     seconds: tuple[float, float] = _SECONDS,
 ) -> None:
     """Prints the report. The last three are for tests: small sizes, little time."""
     arguments = _parser().parse_args(argv)
-    device = facts.device()
+    device = machine.device()
     on_cpu = device["platform"] == "cpu"
-    products = facts.products(side or (512 if on_cpu else 8192), seconds[0])
+    products = machine.products(side or (512 if on_cpu else 8192), seconds[0])
     report: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
         "device": device,
-        "versions": {"jmp_scale": __version__, **facts.versions()},
-        "environment": facts.environment(),
-        "advice": facts.advice(products, device["platform"]),
+        "versions": {"jmp_scale": __version__, **machine.versions()},
+        "environment": machine.environment(),
+        "advice": machine.advice(products, device["platform"]),
         "comparisons": [products],
     }
     if arguments.measure:
-        model = gain.gpt(sizes or (gain.FOR_CPU if on_cpu else gain.USUAL))
+        model = machine.gpt(sizes or (machine.FOR_CPU if on_cpu else machine.USUAL))
         report["comparisons"] += [
-            compare(*gain.gradients(model), seconds[1], gradient_of=lambda out: out[1]),
-            compare(*gain.steps(model), seconds[1]),
+            compare(
+                *machine.gradients(model), seconds[1], gradient_of=lambda out: out[1]
+            ),
+            compare(*machine.steps(model), seconds[1]),
         ]
         stats = jax.local_devices()[0].memory_stats() or {}
         report["peak_bytes_of_first_device"] = stats.get("peak_bytes_in_use")

@@ -289,24 +289,29 @@ class Loop(NamedTuple):
 
 def loop_of(eqn: JaxprEqn) -> Loop | None:
     """Returns the layout of a scan or while; None for other or opaque equations."""
-    params = eqn.params
     if eqn.primitive.name == "while":
+        params = eqn.params
         consts, offset = params["body_nconsts"], params["cond_nconsts"]
         return Loop(params["body_jaxpr"], consts, len(eqn.outvars), offset, None)
+    return scan_of(eqn)
+
+
+def scan_of(eqn: JaxprEqn) -> Loop | None:
+    """Returns the layout of a scan; None for other or opaque equations."""
     bodies = subjaxprs(eqn) if eqn.primitive.name == "scan" else []
     if len(bodies) != 1 or not fits(bodies[0], len(eqn.invars), len(eqn.outvars)):
         return None
     inner = bare(bodies[0])
     # Scanned operands and stacked results have one more axis outside than inside.
-    pairs = zip(eqn.invars, inner.invars, strict=True)
-    same_in = [shape(a) == shape(b) for a, b in pairs]
-    pairs = zip(eqn.outvars, inner.outvars, strict=True)
-    same_out = [shape(a) == shape(b) for a, b in pairs]
+    sides = (eqn.invars, inner.invars), (eqn.outvars, inner.outvars)
+    same_in, same_out = (
+        [shape(a) == shape(b) for a, b in zip(*side, strict=True)] for side in sides
+    )
     held, carry = sum(same_in), sum(same_out)
     # The order is consts, carries, scanned. Any other layout is not known here.
     if not (all(same_in[:held]) and all(same_out[:carry]) and carry <= held):
         return None
-    return Loop(bodies[0], held - carry, carry, offset=0, trips=params["length"])
+    return Loop(bodies[0], held - carry, carry, offset=0, trips=eqn.params["length"])
 
 
 def repeats(eqn: JaxprEqn) -> int:

@@ -1,8 +1,10 @@
 """Public names: where users import them from, and the error for those of others."""
 
-import sys
+import itertools
 import types
 from typing import NoReturn
+
+from ._validation import callers
 
 
 def name_module(namespace: dict[str, object]) -> None:
@@ -20,7 +22,7 @@ def __getattr__(name: str) -> NoReturn:
     if name != "GradScaler":
         raise AttributeError(text)
     # `from jmp_scale import GradScaler` has words of its own for an AttributeError.
-    importing = sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap"
-    error = ImportError if importing else AttributeError
+    (_, importer), *_ = itertools.islice(callers(), 1, None)
+    error = ImportError if importer == "importlib._bootstrap" else AttributeError
     cure = "with_loss_scale(tx, jmp_scale.DynamicLossScale())"
     raise error(f"{text}; write jmp_scale.{cure}")

@@ -7,7 +7,7 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -137,10 +137,19 @@ def warn(message: str) -> None:
 
 def user_frame() -> tuple[types.FrameType | None, int]:
     """Returns the first caller outside of libraries, and its level above this one's."""
-    frame, level = sys._getframe(1), 1
-    while frame and _LIBRARIES.match(frame.f_globals.get("__name__", "")):
-        frame, level = frame.f_back, level + 1
-    return frame, level
+    level = 0
+    for level, (frame, module) in enumerate(callers()):
+        if not _LIBRARIES.match(module):
+            return frame, level
+    return None, level
+
+
+def callers() -> Iterator[tuple[types.FrameType, str]]:
+    """Yields frames and the names of their modules, that of the caller first."""
+    frame = sys._getframe(1)
+    while frame:
+        yield frame, frame.f_globals.get("__name__", "")
+        frame = frame.f_back
 
 
 def _float32(number: float) -> float:

@@ -44,7 +44,7 @@ TESTS = {
     "_scaling/transform": "scaling/test_transform test_optimizers "
     "scaling/test_spike_guard",
     "_scaling/skip": "scaling/test_skip test_optimizers scaling/test_transform",
-    "_scaling/spike_guard": "scaling/test_spike_guard test_mistakes",
+    "_scaling/spike_guard": "scaling/test_spike_guard test_mistakes test_checkpoints",
     "_policy": "test_policy test_jmp",
     "_autocast/autocast": "autocast/test_autocast autocast/test_exact",
     "_autocast/interpreter": "autocast/test_autocast autocast/test_exact",

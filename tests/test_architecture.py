@@ -14,7 +14,7 @@ import pytest
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "jmp_scale"
 FLAX = {"_flax", "linen", "nnx"}
-OPTIMIZERS = {"_half_storage.storage", "_machine.gain"}
+OPTIMIZERS = {"_half_storage.storage", "_machine"}
 OPTIMIZERS |= {"_state", "_scaling.transform"}
 MAY_IMPORT = {"optax": FLAX | OPTIMIZERS, "flax": FLAX, "matplotlib": {"plotting"}}
 # Modules that are tested by other files than those of their names, and why.
@@ -26,7 +26,6 @@ TESTED_BY = {
     "_pytree": ("scaling/test_loss_scale", "fields are those of loss scales"),
     "_contexts": ("scaling/test_gradients", "value_and_grad sets them"),
     "_state": ("scaling/test_transform", "a state is what the transformation returns"),
-    "_machine.*": ("test_machine", "the command prints what these measure"),
     "__main__": ("test_machine", "a command prints what is measured"),
     "_flax": ("test_linen", "serialization is that of Flax"),
     "diagnostics._backward": ("diagnostics/test_frameworks", "every tool takes a loss"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jmp_scale import __main__ as command
-from jmp_scale._machine import facts, gain
+from jmp_scale import _machine as machine
 from jmp_scale.diagnostics import _timing as timing
 from jmp_scale.diagnostics._timing import (
     CONTROL,
@@ -21,7 +21,7 @@ from jmp_scale.diagnostics._timing import (
     compare,
 )
 
-TINY = gain.Sizes(1, 8, 2, 4, 2, 16)
+TINY = machine.Sizes(1, 8, 2, 4, 2, 16)
 RATIO = r"\d+\.\d\d \(\d+\.\d\d to \d+\.\d\d\)"
 PRODUCTS = ["float32", "bfloat16", "float16", 'float32, precision "highest"']
 GRADIENTS = [
@@ -72,15 +72,15 @@ def perceptron(sizes):
         return jax.numpy.mean((x @ w).astype("float32") ** 2)
 
     w, x = jax.random.normal(jax.random.key(0), (2, sizes.width, sizes.width))
-    return gain.Model("MLP", loss, w, x)
+    return machine.Model("MLP", loss, w, x)
 
 
 @pytest.mark.parametrize(
     ("model", "title"),
-    [(perceptron, "MLP"), pytest.param(gain.gpt, "GPT-2 (1 b", marks=pytest.mark.slow)],
+    [(perceptron, "MLP"), pytest.param(machine.gpt, "GPT-2", marks=pytest.mark.slow)],
 )
 def test_json_holds_a_model_in_every_precision(model, title, monkeypatch, capsys):
-    monkeypatch.setattr(gain, "gpt", model)
+    monkeypatch.setattr(machine, "gpt", model)
     found = json.loads(report(capsys, "--measure", "--json"))
     names = "date device versions environment advice comparisons "
     assert " ".join(found) == names + "peak_bytes_of_first_device send"
@@ -103,7 +103,7 @@ def test_json_holds_a_model_in_every_precision(model, title, monkeypatch, capsys
 
 
 def test_a_step_trains_call_after_call():
-    for compile_ in gain.steps(perceptron(TINY))[1].values():
+    for compile_ in machine.steps(perceptron(TINY))[1].values():
         run = compile_().run
         losses = [float(run()[2]) for _ in range(9)]
         assert losses[-1] < losses[0]
@@ -144,7 +144,7 @@ def test_no_program_is_left_out_where_compilations_take_all_the_time(monkeypatch
     found = compare("task", programs, seconds=1)
     assert [row.note for row in found.rows] == [""] * 4
     assert found.rows[2].gain.median == pytest.approx(4)
-    assert facts.advice(found, "gpu").startswith('Take "float16" with DynamicLossScale')
+    assert machine.advice(found, "gpu").startswith('Take "float16" with Dynamic')
 
 
 def test_a_program_that_runs_out_of_memory_in_a_round_loses_its_row_alone():
@@ -205,11 +205,11 @@ ADVICE = [
 def test_advice_is_of_measured_products_and_of_gains_above_the_control(gains, expected):
     rows = [
         Row(name, 1.0, Ratio(x, x, x)) if x else Row(name, note="refused: TypeError")
-        for name, x in zip(facts.HALVES, gains, strict=True)
+        for name, x in zip(machine.HALVES, gains, strict=True)
     ]
-    text = facts.advice(Comparison("", tuple(rows), 1.05), "gpu")
+    text = machine.advice(Comparison("", tuple(rows), 1.05), "gpu")
     assert text.startswith(expected)
-    assert "Take" not in facts.advice(Comparison("", tuple(rows), 4.5), "gpu")
+    assert "Take" not in machine.advice(Comparison("", tuple(rows), 4.5), "gpu")
 
 
 @pytest.mark.slow

@@ -25,16 +25,17 @@ import jax
 from jax.typing import DTypeLike
 
 from .. import _jaxpr
-from .._jaxpr import Program
+from .._jaxpr import PRODUCTS, Program
 from .._policy import checked_half
 from .._tree import FlatCall, is_module
 from .._validation import require_bool, require_function, warn
 from .higher_order import as_dtypes
-from .interpreter import Interpreter, Notes, TraceCache
+from .interpreter import Interpreter, Notes
+from .linear import Traces
 from .marks import checked_names, is_unscaled, tracing
-from .products import is_partly_half
 from .provenance import Origin
 from .recompute.units import RecomputingInterpreter
+from .stored import is_in_half
 
 F = TypeVar("F", bound=Callable[..., Any])
 _CLOSURE = (
@@ -146,7 +147,7 @@ def autocast(
             backward=back,
             names=names,
             float32_results=wide,
-            traces=TraceCache(),
+            traces=Traces(),
             notes=notes,
             share_casts=bool(share_casts),
             setting=setting,
@@ -167,9 +168,8 @@ def autocast(
 
 def _warn_of_names(option: str, names: frozenset[str], notes: Notes) -> None:
     """Warns once of names in an option that match nothing."""
-    warned = notes.warned
-    if missing := sorted(names - notes.found - warned):
-        warned.update(missing)
+    if missing := sorted(names - notes.found - notes.warned):
+        notes.warned.update(missing)
         there = ", ".join(sorted(notes.there)) or "none"
         warn(
             f"autocast: {option} names nothing in which a product is: "
@@ -180,13 +180,13 @@ def _warn_of_names(option: str, names: frozenset[str], notes: Notes) -> None:
 
 def _warn_of_nothing(jaxpr: Program, notes: Notes) -> None:
     """Warns once where no product became half precision."""
-    warned = notes.warned
-    if not notes.any_half and "no product" not in warned:
-        warned.add("no product")
-        if not any(map(is_partly_half, _jaxpr.equations(jaxpr))):
-            warn(
-                "autocast: no product became half precision: there is none, or all are "
-                "of constants (pass parameters as arguments), sums or outer products "
-                "(put autocast around jax.vmap, not within it), of their own dtype or "
-                "precision, or in keep_float32 or a call that cannot be read"
-            )
+    products = (e for e in _jaxpr.equations(jaxpr) if e.primitive.name in PRODUCTS)
+    atoms = (v for e in products for v in (*e.invars, *e.outvars))
+    if not notes.any_half and not any(map(is_in_half, atoms)):
+        notes.warn_once(
+            "no product",
+            "autocast: no product became half precision: there is none, or all are of "
+            "constants (pass parameters as arguments), sums or outer products (put "
+            "autocast around jax.vmap, not within it), of their own dtype or "
+            "precision, or in keep_float32 or a call that cannot be read",
+        )

@@ -18,32 +18,31 @@ from .._jaxpr import JaxprEqn, Var
 from .._policy import is_half
 from .._types import Arrays
 
-Results = list[jax.Array]
 # "policy": of a checkpoint that chooses itself what is saved.
 Part = Literal["loop", "rule", "policy", ""]
 # `body(jaxpr, places, part_of)` returns a function in place of the jaxpr. `places` has,
 # for each input, the position of the equation's operand that it is in every run, or
 # None. Results of the equation that are float32 in place of half precision are so here.
-Body = Callable[..., Callable[..., Results]]
+Body = Callable[..., Callable[..., Arrays]]
 
 
-def _scan(eqn: JaxprEqn, values: Arrays, body: Body) -> Results | None:
-    loop = _jaxpr.loop_of(eqn)
+def _scan(eqn: JaxprEqn, operands: Arrays, body: Body) -> Arrays | None:
+    loop = _jaxpr.scan_of(eqn)
     if loop is None:
         return None
     first, last = loop.consts, loop.consts + loop.carry
-    places = [None if first <= i < last else i for i in range(len(values))]
+    places = [None if first <= i < last else i for i in range(len(operands))]
     function = body(loop.body, places, "loop")
     dtypes = [*map(_jaxpr.dtype_name, eqn.outvars[: loop.carry])]
 
-    def step(carry: Results, xs: Results) -> tuple[Results, Results]:
-        results = function(*values[:first], *carry, *xs)
+    def step(carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
+        results = function(*operands[:first], *carry, *xs)
         return results[: loop.carry], results[loop.carry :]
 
     carry, ys = lax.scan(
         step,
-        init=as_dtypes(dtypes, values[first:last]),
-        xs=[*values[last:]],
+        init=as_dtypes(dtypes, operands[first:last]),
+        xs=[*operands[last:]],
         length=loop.trips,
         reverse=eqn.params["reverse"],
         unroll=eqn.params["unroll"],
@@ -51,15 +50,15 @@ def _scan(eqn: JaxprEqn, values: Arrays, body: Body) -> Results | None:
     return [*carry, *ys]
 
 
-def _scan3(eqn: JaxprEqn, values: Arrays, body: Body) -> Results:
+def _scan3(eqn: JaxprEqn, operands: Arrays, body: Body) -> Arrays:
     """Runs a scan that passes values on in references, which its iterations write."""
     params = _jaxpr.params_of(eqn)
     are_scanned, atoms = params["extensives"], enumerate(eqn.invars)
     places = [None if _jaxpr.is_reference(v) else i for i, v in atoms]
     function = body(params["jaxpr"], places, "loop")
-    pairs = [*zip(values, are_scanned, strict=True)]
+    pairs = [*zip(operands, are_scanned, strict=True)]
 
-    def step(_: None, xs: Results) -> tuple[None, Results]:
+    def step(_: None, xs: Arrays) -> tuple[None, Arrays]:
         turn = iter(xs)
         return None, function(*(next(turn) if each else x for x, each in pairs))
 
@@ -69,7 +68,7 @@ def _scan3(eqn: JaxprEqn, values: Arrays, body: Body) -> Results:
     return ys
 
 
-def _while(eqn: JaxprEqn, values: Arrays, body: Body) -> Results | None:
+def _while(eqn: JaxprEqn, operands: Arrays, body: Body) -> Arrays | None:
     loop = _jaxpr.loop_of(eqn)
     condition = eqn.params["cond_jaxpr"]
     # Under `vmap` a loop ends for one index after the other.
@@ -80,45 +79,44 @@ def _while(eqn: JaxprEqn, values: Arrays, body: Body) -> Results | None:
     function = body(loop.body, [*range(count, first), *carry], "loop")
     test = body(condition, [*range(count), *carry], "loop")
     return lax.while_loop(
-        lambda carry: test(*values[:count], *carry)[0],
-        lambda carry: function(*values[count:first], *carry),
-        [*values[first:]],
+        lambda carry: test(*operands[:count], *carry)[0],
+        lambda carry: function(*operands[count:first], *carry),
+        [*operands[first:]],
     )
 
 
-def _cond(eqn: JaxprEqn, values: Arrays, body: Body) -> Results | None:
+def _cond(eqn: JaxprEqn, operands: Arrays, body: Body) -> Arrays | None:
     if eqn.params.get("branches_platforms"):
         return None  # public functions cannot put these branches back
-    places = range(1, len(values))
+    places = range(1, len(operands))
     branches = [body(branch, places, "") for branch in eqn.params["branches"]]
-    return lax.switch(values[0], branches, *values[1:])
+    return lax.switch(operands[0], branches, *operands[1:])
 
 
-def _jit(eqn: JaxprEqn, values: Arrays, body: Body) -> Results:
+def _jit(eqn: JaxprEqn, operands: Arrays, body: Body) -> Arrays:
     """Runs a call that stays float32; the others are opened before."""
-    return jax.jit(body(_jaxpr.subjaxprs(eqn)[0], range(len(values)), ""))(*values)
+    return jax.jit(body(_jaxpr.subjaxprs(eqn)[0], range(len(operands)), ""))(*operands)
 
 
-def _remat(eqn: JaxprEqn, values: Arrays, body: Body) -> Results:
-    params = _jaxpr.params_of(eqn)
-    policy, jaxpr = params["policy"], _jaxpr.subjaxprs(eqn)[0]
+def _remat(eqn: JaxprEqn, operands: Arrays, body: Body) -> Arrays:
+    params, (jaxpr,) = _jaxpr.params_of(eqn), _jaxpr.subjaxprs(eqn)
+    policy = params["policy"]
     # With a policy, that alone says what is saved.
-    part_of = "policy" if policy else ""
-    function = body(jaxpr, range(len(values)), part_of)
+    function = body(jaxpr, range(len(operands)), "policy" if policy else "")
     fun = jax.checkpoint(function, policy=policy, prevent_cse=params["prevent_cse"])
-    return fun(*values)
+    return fun(*operands)
 
 
-def _custom_jvp(eqn: JaxprEqn, values: Arrays, body: Body) -> Results | None:
+def _custom_jvp(eqn: JaxprEqn, operands: Arrays, body: Body) -> Arrays | None:
     given = _jaxpr.jvp_rule(eqn)
     if given is None:
         return None
     jaxpr = _jaxpr.subjaxprs(eqn)[0]
-    fun = jax.custom_jvp(body(jaxpr, range(len(values)), ""))
+    fun = jax.custom_jvp(body(jaxpr, range(len(operands)), ""))
     first, count = _jaxpr.params_of(eqn).get("num_consts", 0), len(eqn.outvars)
     moves = [not stays for stays in given.zeros]
 
-    def rule(primals: Results, tangents: list[Any]) -> tuple[Results, list[Any]]:
+    def rule(primals: Arrays, tangents: list[Any]) -> tuple[Arrays, list[Any]]:
         pairs = zip(primals, tangents, strict=True)
         moving = [
             zero_from_primal(x) if isinstance(t, SymbolicZero) else t for x, t in pairs
@@ -135,14 +133,14 @@ def _custom_jvp(eqn: JaxprEqn, values: Arrays, body: Body) -> Results | None:
         ]
 
     fun.defjvp(rule, symbolic_zeros=True)
-    return fun(*values)
+    return fun(*operands)
 
 
-def _shard_map(eqn: JaxprEqn, values: Arrays, body: Body) -> Results:
+def _shard_map(eqn: JaxprEqn, operands: Arrays, body: Body) -> Arrays:
     params = eqn.params
     axes = params["manual_axes" if "manual_axes" in params else "newly_manual_axes"]
     (jaxpr,) = _jaxpr.subjaxprs(eqn)
-    function = body(jaxpr, range(len(values)), "")
+    function = body(jaxpr, range(len(operands)), "")
     fun = jax.shard_map(
         lambda *xs: tuple(function(*xs)),
         mesh=params["mesh"],
@@ -151,12 +149,12 @@ def _shard_map(eqn: JaxprEqn, values: Arrays, body: Body) -> Results:
         axis_names={*axes},
         check_vma=params["check_vma"],
     )
-    return [*fun(*values)]
+    return [*fun(*operands)]
 
 
 # The results of an equation whose nested jaxprs are `body`'s functions, by its
 # primitive; None if it cannot be put back.
-CALLS: dict[str, Callable[[JaxprEqn, Arrays, Body], Results | None]] = {
+CALLS: dict[str, Callable[[JaxprEqn, Arrays, Body], Arrays | None]] = {
     "scan": _scan,
     "scan3": _scan3,
     "while": _while,
@@ -169,19 +167,16 @@ CALLS: dict[str, Callable[[JaxprEqn, Arrays, Body], Results | None]] = {
 
 
 def is_entered(eqn: JaxprEqn) -> bool:
-    """Whether a call is put back with float32 arrays in place of half-precision ones.
-
-    A `while` is not: it has no gradient.
-    """
+    """Whether a call is put back with float32 arrays in place of half ones."""
     match _jaxpr.name_of(eqn):
         case "scan":
-            return _jaxpr.loop_of(eqn) is not None
+            return _jaxpr.scan_of(eqn) is not None
         case "cond":
             return not eqn.params.get("branches_platforms")
         case "custom_jvp_call":
             return _jaxpr.jvp_rule(eqn) is not None
         case name:
-            return name in CALLS and name != "while"
+            return name in CALLS and name != "while"  # it has no gradient
 
 
 def places_as_stored(eqn: JaxprEqn, stored: Collection[Var]) -> Sequence[int]:
@@ -191,15 +186,14 @@ def places_as_stored(eqn: JaxprEqn, stored: Collection[Var]) -> Sequence[int]:
     made as a whole. Behind the barriers of a checkpoint float32 copies of weights would
     be made for the backward pass, but what it returns may need the float32 ones.
     """
-    loop = _jaxpr.loop_of(eqn) if eqn.primitive.name == "scan" else None
-    if loop is not None:
+    if loop := _jaxpr.scan_of(eqn):
         return range(loop.consts + loop.carry, len(eqn.invars))
     is_checkpoint = _jaxpr.name_of(eqn) == "remat2"
     returns_stored = any(v in stored for v in eqn.outvars)
     return range(len(eqn.invars)) if is_checkpoint and not returns_stored else ()
 
 
-def as_dtypes(dtypes: Iterable[str], values: Sequence[jax.Array]) -> Results:
+def as_dtypes(dtypes: Iterable[str], values: Arrays) -> list[jax.Array]:
     """Casts arrays to dtypes of these names, from float32 to half precision or back."""
 
     def cast(dtype: str, x: jax.Array) -> jax.Array:

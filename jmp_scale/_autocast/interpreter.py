@@ -10,8 +10,8 @@ A product reads half-precision copies of its operands. Its gradients flow to
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +40,6 @@ from .products import Product, becomes_half, has_products
 from .provenance import Origin, Reading, Step, read
 from .stored import is_in_half, loops_that_add_up
 
-T = TypeVar("T")
-
 
 class Values(dict[Var, Any]):
     """The values so far."""
@@ -66,20 +64,6 @@ class Values(dict[Var, Any]):
         self[v] = x
 
 
-class TraceCache(dict[Hashable, Any]):
-    """One function for equal parts of a program, so that JAX traces it once."""
-
-    def made(self, make: Callable[..., T], *facts: Hashable) -> T:
-        """Returns `make(*facts)`, or the earlier result for equal facts."""
-        try:
-            known = (make, facts) in self
-        except TypeError:  # objects of hijax have parameters of any kind
-            return make(*facts)
-        if not known:
-            self[make, facts] = make(*facts)
-        return self[make, facts]
-
-
 @dataclasses.dataclass(eq=False)
 class Notes:
     """Notes on one call of a program, with all that is nested in it."""
@@ -90,6 +74,12 @@ class Notes:
     found: set[str] = dataclasses.field(default_factory=set)  # names that match
     there: set[str] = dataclasses.field(default_factory=set)  # what could be named
 
+    def warn_once(self, about: str, message: str) -> None:
+        """Warns, unless it has warned of this before."""
+        if about not in self.warned:
+            self.warned.add(about)
+            warn(message)
+
 
 @dataclasses.dataclass(frozen=True)
 class Interpreter:
@@ -98,7 +88,7 @@ class Interpreter:
     forward: np.dtype  # that of the products of the forward pass
     backward: np.dtype
     names: frozenset[str]  # of `keep_float32=`
-    traces: TraceCache = dataclasses.field(compare=False)
+    traces: Traces = dataclasses.field(compare=False)
     notes: Notes = dataclasses.field(compare=False)
     share_casts: bool = False
     float32_results: frozenset[str] = frozenset()
@@ -115,11 +105,11 @@ class Interpreter:
 
     def within(self, eqn: JaxprEqn, part_of: Part) -> "Interpreter":
         """Returns the interpreter of the jaxprs nested in an equation."""
-        in_loop = self.in_loop or part_of == "loop"
-        in_rule = self.in_rule or part_of == "rule"
-        in_exempt = self.in_exempt or (has_products(eqn) and self._is_exempt(eqn))
         return dataclasses.replace(
-            self, in_loop=in_loop, in_rule=in_rule, in_exempt=in_exempt
+            self,
+            in_loop=self.in_loop or part_of == "loop",
+            in_rule=self.in_rule or part_of == "rule",
+            in_exempt=self.in_exempt or (has_products(eqn) and self._is_exempt(eqn)),
         )
 
     def evaluate(
@@ -145,11 +135,9 @@ class Interpreter:
             stored=stored,
         )
         found = Values()
-        for v, x in zip(reading.jaxpr.invars, values, strict=True):
+        inputs = zip(reading.jaxpr.invars, values, strict=True)
+        for v, x in (*inputs, *reading.constants.items()):
             found.add_input(v, x)
-        for v, x in reading.constants.items():
-            found.add_input(v, x)
-        for v in reading.jaxpr.invars:
             if v in reading.shared:
                 found[v] = self.rounded(found[v])
         self.evaluate_steps(reading, found)
@@ -164,10 +152,13 @@ class Interpreter:
         """Adds the values of an equation's results."""
         eqn = step.eqn
         with eqn.ctx.manager:  # settings and mesh, as they were traced
+            self.notes.any_half |= step.product is not None
             if step.half_product:
                 results = [self.evaluate_product(step.half_product, reading, values)]
             elif step.product:
                 results = [self._in_own_dtype(step.product, reading, values)]
+            elif _moves_from_afar(eqn, reading):
+                results = [self._moved(eqn, reading, values)]
             else:
                 results = self._as_traced(step, reading, values)
             self.add(dict(zip(eqn.outvars, results, strict=True)), reading, values)
@@ -177,8 +168,7 @@ class Interpreter:
     ) -> None:
         """Adds values; those that have names are named."""
         for v, x in results.items():
-            is_named = v in reading.names
-            values[v] = self.named(v, x, reading, values) if is_named else x
+            values[v] = self.named(v, x, reading, values) if v in reading.names else x
 
     def named(
         self, v: Var, x: jax.Array, reading: Reading, values: Values
@@ -198,7 +188,6 @@ class Interpreter:
         self, product: Product, reading: Reading, values: Values
     ) -> jax.Array:
         """Evaluates a product in half precision, which has half-precision gradients."""
-        self.notes.any_half = True
         operands = [self.operand(v, reading, values) for v in product.operands]
         copies = [self.saved(v, reading, values) for v in product.operands]
         others = [values[v] for v in product.jaxpr.invars[2:]]
@@ -209,7 +198,6 @@ class Interpreter:
     def _in_own_dtype(
         self, product: Product, reading: Reading, values: Values
     ) -> jax.Array:
-        self.notes.any_half = True
         inputs = [values[v] for v in product.jaxpr.invars]
         with _jaxpr.scope(product.scope):
             result = product.forward(product.dtype or self.forward, *inputs)
@@ -251,13 +239,12 @@ class Interpreter:
 
     def note_derivative(self) -> None:
         """Warns once of float16 gradients that no loss scale reaches."""
-        warned, is_float16 = self.notes.warned, self.backward == jnp.float16
-        if self.notes.is_unscaled and is_float16 and "no loss scale" not in warned:
-            warned.add("no loss scale")
-            warn(
+        if self.notes.is_unscaled and self.backward == jnp.float16:
+            self.notes.warn_once(
+                "no loss scale",
                 "autocast: float16 gradients without a loss scale: small ones vanish. "
                 "Differentiate by jmp_scale.value_and_grad(fun, loss_scale), give "
-                'with_loss_scale a DynamicLossScale(), or autocast backward="bfloat16"'
+                'with_loss_scale a DynamicLossScale(), or autocast backward="bfloat16"',
             )
 
     def _product(self, product: Product, scope: NameStack) -> Callable[..., jax.Array]:
@@ -315,11 +302,8 @@ class Interpreter:
         self, step: Step, reading: Reading, values: Values
     ) -> Sequence[jax.Array]:
         """Evaluates an equation as it is, or one whose nested jaxprs hold products."""
-        eqn, results = step.eqn, None
-        if _moves_from_afar(eqn, reading):
-            return [self._moved(eqn, reading, values)]
-        if step.kind == "call":
-            results = self._call(eqn, reading, values)
+        eqn, is_call = step.eqn, step.kind == "call"
+        results = self._call(eqn, reading, values) if is_call else None
         if results is None:
             inputs = [_jaxpr.value_of(v, values) for v in eqn.invars]
             if reading.halves_of_stored.intersection(_jaxpr.variables(eqn.invars)):
@@ -348,26 +332,23 @@ class Interpreter:
         loops = loops_that_add_up(eqn)
         if not loops:
             return [*inputs]
-        warned, place = self.notes.warned, _jaxpr.place_of([*loops, eqn])
+        place = _jaxpr.place_of([*loops, eqn])
 
         def note() -> None:
-            if place not in warned:
-                warned.add(place)
-                warn(
-                    f"autocast: a loop{place} adds up the gradient of a weight in half "
-                    "precision, as the weight is stored, because autocast does not "
-                    "change the function around it; cast the weight to float32 before "
-                    "the loop: w.astype(jnp.float32)"
-                )
+            self.notes.warn_once(
+                place,
+                f"autocast: a loop{place} adds up the gradient of a weight in half "
+                "precision, as the weight is stored, because autocast does not change "
+                "the function around it; cast the weight to float32 before the loop: "
+                "w.astype(jnp.float32)",
+            )
 
         pairs = zip(eqn.invars, inputs, strict=True)
         return [
             noting(note, x) if v in reading.halves_of_stored else x for v, x in pairs
         ]
 
-    def _call(
-        self, eqn: JaxprEqn, reading: Reading, values: Values
-    ) -> list[jax.Array] | None:
+    def _call(self, eqn: JaxprEqn, reading: Reading, values: Values) -> Arrays | None:
         """Evaluates an equation with products in nested jaxprs, if it can be read."""
         operands = [_jaxpr.value_of(v, values) for v in eqn.invars]
         for i in places_as_stored(eqn, reading.stored):
@@ -384,34 +365,31 @@ class Interpreter:
         def body(
             jaxpr: Program, places: Sequence[int | None], part_of: Part
         ) -> Callable[..., list[jax.Array]]:
+            dtypes = tuple(map(_jaxpr.dtype_name, eqn.outvars))
             facts = jaxpr, tuple(map(origin_of, places)), dtypes
             nested = self.within(eqn, part_of)
             return self.traces.made(_nested_function, nested, *facts)
 
-        dtypes = tuple(map(_jaxpr.dtype_name, eqn.outvars))
-
-        call, name = CALLS.get(_jaxpr.name_of(eqn)), _jaxpr.name_of_call(eqn)
-        with _jaxpr.scope(eqn.source_info.name_stack):
-            results = call(eqn, operands, body) if call else None
-        warned = self.notes.warned
-        if results is None and name not in warned and has_products(eqn):
-            warned.add(name)
-            products = filter(becomes_half, _jaxpr.equations_within(eqn))
-            place = _jaxpr.place_of([*products, eqn])
-            warn(
-                f"autocast: {name} ({_jaxpr.name_of(eqn)}) holds matrix products"
-                f"{place} and cannot be read: they stay float32; "
-                "mark it by jmp_scale.in_half to give it half precision, or by "
-                "jmp_scale.keep_float32; of a solver, cast the function that it calls"
+        primitive = _jaxpr.name_of(eqn)
+        if primitive in CALLS:
+            with _jaxpr.scope(eqn.source_info.name_stack):
+                results = CALLS[primitive](eqn, operands, body)
+            if results is not None:
+                return results
+        if products := [*filter(becomes_half, _jaxpr.equations_within(eqn))]:
+            name, place = _jaxpr.name_of_call(eqn), _jaxpr.place_of([*products, eqn])
+            self.notes.warn_once(
+                name,
+                f"autocast: {name} ({primitive}) holds matrix products{place} and "
+                "cannot be read: they stay float32; mark it by jmp_scale.in_half to "
+                "give it half precision, or by jmp_scale.keep_float32; of a solver, "
+                "cast the function that it calls",
             )
-        return results
+        return None
 
 
 def _with_cotangent_of_its_dtype(x: Any) -> Any:
-    """Returns `x`, and casts the cotangent that the rule of a `custom_vjp` returns.
-
-    JAX passes on a float32 cotangent of a half-precision array as it is.
-    """
+    """Returns `x`, and casts its cotangent: a `custom_vjp` may return a float32 one."""
     is_array_in_half = isinstance(x, jax.Array) and is_half(x.dtype)
     return x.astype(jnp.float32).astype(x.dtype) if is_array_in_half else x
 
@@ -422,10 +400,8 @@ def _nested_function(
     origins: tuple[Origin, ...],
     dtypes: tuple[str, ...],
 ) -> Callable[..., list[jax.Array]]:
-    """Returns a function of a jaxpr's inputs.
-
-    `dtypes` are those of the equation's results, which a rule or a condition lacks.
-    """
+    """Returns a function of a jaxpr's inputs; `dtypes` are an equation's results'."""
+    # A rule or a condition has other results than the equation.
     are_results = len(dtypes) == len(_jaxpr.bare(jaxpr).outvars)
 
     def function(*values: jax.Array) -> list[jax.Array]:

@@ -23,6 +23,7 @@ from .._types import Arrays
 A = TypeVar("A")
 B = TypeVar("B")
 C = TypeVar("C")
+T = TypeVar("T")
 ByPosition = dict[int, jax.Array]
 
 linear_p = Primitive("autocast_linear")
@@ -55,10 +56,20 @@ def live_of(tangents: Sequence[Any]) -> ByPosition:
 
 
 class Traces:
-    """Traces of one linear function, by types; it equals no other instance."""
+    """What was made of equal facts, for JAX to trace once; it equals no other one."""
 
     def __init__(self) -> None:
-        self.made: dict[Hashable, Any] = {}
+        self.known: dict[Hashable, Any] = {}
+
+    def made(self, make: Callable[..., T], *facts: Hashable) -> T:
+        """Returns `make(*facts)`, or the earlier result for equal facts."""
+        try:
+            is_known = (make, facts) in self.known
+        except TypeError:  # objects of hijax have parameters of any kind
+            return make(*facts)
+        if not is_known:
+            self.known[make, facts] = make(*facts)
+        return self.known[make, facts]
 
 
 def linear(
@@ -76,7 +87,7 @@ def linear(
     traces = Traces() if traces is None else traces
     arrays, tree = jax.tree.flatten((residuals, tangents))
     key, consts = (tree, *map(jax.typeof, arrays)), []
-    trace = traces.made.get(key)
+    trace = traces.known.get(key)
     if trace is None:
         count = len(jax.tree.leaves(tangents))
 
@@ -91,17 +102,15 @@ def linear(
         params = _params(jaxpr, sum(is_read[len(is_read) - count :]))
         trace = params, is_read, jax.tree.structure(out)
         if not consts:  # they belong to this call
-            traces.made[key] = trace
+            traces.known[key] = trace
     params, is_read, result_tree = trace
     outs = linear_p.bind(*itertools.compress([*consts, *arrays], is_read), **params)
     return jax.tree.unflatten(result_tree, outs)
 
 
 def _params(jaxpr: Jaxpr, tangents: int) -> dict[str, Any]:
-    """Returns the parameters of an equation, which is linear in its last inputs.
-
-    Its transposes, by their results, are shared by equations with this jaxpr.
-    """
+    """Returns the parameters of an equation, which is linear in its last inputs."""
+    # Its transposes, by their results, are shared by equations with this jaxpr.
     closed = ClosedJaxpr(jaxpr, [])
     return {"jaxpr": closed, "tangents": tangents, "transposes": Traces()}
 
@@ -156,7 +165,7 @@ def _transposed(
         zeros = [ad.instantiate_zeros(ad.Zero(aval)) for aval in types]
         return [*jax.vjp(run, *zeros)[1](cotangents)]
 
-    made = transposes.made.setdefault(tuple(live), Traces())
+    made = transposes.known.setdefault(tuple(live), Traces())
     found = linear(transposed, residuals, live, made)
     own = [isinstance(x, ad.UndefinedPrimal) for x in unknown]
     wanted = [x if is_own else None for x, is_own in zip(found, own, strict=True)]

@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import inspect
+import itertools
 import re
-import sys
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from .._contexts import UNSCALED
 from .._jaxpr import Program, bare, shape, variables
 from .._tree import is_module
-from .._validation import require_callable
+from .._validation import callers, require_callable
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -158,14 +158,14 @@ def is_unscaled(jaxpr: Program) -> bool:
     """
     if UNSCALED.value is not None:
         return UNSCALED.value
-    frame = sys._getframe(2)
-    while frame and _TRANSFORMS.match(frame.f_globals.get("__name__", "")):
+    for frame, module in itertools.islice(callers(), 2, None):
+        if not _TRANSFORMS.match(module):
+            return False
         if frame.f_code.co_name == "value_and_grad_f":
             inner = bare(jaxpr)
             scalars = {v for v in variables(inner.outvars) if shape(v) == ()}
             factors = (eqn for eqn in inner.eqns if eqn.primitive.name == "mul")
             return scalars.isdisjoint(v for eqn in factors for v in eqn.outvars)
-        frame = frame.f_back
     return False
 
 

@@ -193,19 +193,6 @@ def has_products(eqn: JaxprEqn) -> bool:
     return any(map(becomes_half, _jaxpr.equations_within(eqn)))
 
 
-def is_partly_float32(eqn: JaxprEqn) -> bool:
-    """Whether a product has a float32 operand and a float32 result."""
-    operands = {*map(_jaxpr.dtype_name, eqn.invars[:2])}
-    return "float32" in operands and _jaxpr.is_float32(eqn.outvars[0])
-
-
-def is_partly_half(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a product with any operand or result in half precision."""
-    atoms = [*eqn.invars[:2], *eqn.outvars[:1]]
-    has_half = any(is_half(_jaxpr.dtype_name(v)) for v in atoms)
-    return eqn.primitive.name in PRODUCTS and has_half
-
-
 def is_cheap(eqn: JaxprEqn) -> bool:
     """Whether an equation is elementwise, a sum or a move, or a call of such ones."""
     bodies, name = _jaxpr.subjaxprs(eqn), _jaxpr.name_of(eqn)

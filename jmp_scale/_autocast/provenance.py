@@ -1,5 +1,6 @@
 """Reads a float32 program: what each equation is, and where each value comes from."""
 
+import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -66,12 +67,12 @@ class Step(NamedTuple):
     product: Product | None = None
 
     @property
-    def inputs(self) -> list[Var]:
+    def invars(self) -> list[Var]:
         """The variables that it reads: of a product those before they are moved."""
         return variables(self.product.jaxpr.invars if self.product else self.eqn.invars)
 
     @property
-    def outputs(self) -> list[Var]:
+    def outvars(self) -> list[Var]:
         """The variables of its results."""
         return self.eqn.outvars
 
@@ -81,31 +82,164 @@ class Step(NamedTuple):
         return self.product if self.kind == "product" else None
 
 
-class Reading(NamedTuple):
-    """A program as `autocast` reads it, without calls that it opens."""
+@dataclasses.dataclass(eq=False)
+class Reading:
+    """A program as `autocast` reads it, without calls that it opens.
 
+    `dtype` and the two functions are those of `read`.
+    """
+
+    dtype: np.dtype
+    is_exempt: Callable[[JaxprEqn], bool]
+    has_float32_result: Callable[[JaxprEqn], bool]
     jaxpr: Jaxpr
     constants: dict[Var, Leaf]  # values, by variable
-    steps: list[Step]  # the equations of `jaxpr` whose results or effects are wanted
-    provenance: dict[Var, Provenance]
-    given: set[Var]  # inputs and constants that are not data
-    halves: set[Var]  # float32 variables whose half-precision copies are exact
-    shared: set[Var]  # variables of which all operations read one cast
     # The dtypes of half-precision arrays that are float32 here, and what is read of
     # these in half precision.
     stored: dict[Var, np.dtype]
     halves_of_stored: set[Var]
+    given: Mapping[Var, Provenance]  # of inputs and constants that are not data
+    provenance: dict[Var, Provenance] = dataclasses.field(init=False)
+    # The equations of `jaxpr` whose results or effects are wanted.
+    steps: list[Step] = dataclasses.field(default_factory=list)
     # Names that the program gives to results of products, which have them in the dtype
     # in which they are saved: policies of `jax.checkpoint` save what has a name.
-    names: dict[Var, str]
+    names: dict[Var, str] = dataclasses.field(default_factory=dict)
+    # Float32 variables whose half-precision copies are exact, and of these the ones of
+    # which all operations read one cast.
+    halves: set[Var] = dataclasses.field(default_factory=set)
+    shared: set[Var] = dataclasses.field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.provenance = {**self.given}
+        self._maker: dict[Var, Step] = {}
+        for eqn in self.jaxpr.eqns:
+            step = self._step(self._without_name(eqn))
+            self.steps.append(step)
+            self._maker.update(dict.fromkeys(eqn.outvars, step))
+            if found := self._provenance(step):
+                self.provenance.update(dict.fromkeys(eqn.outvars, found))
 
     def origin(self, v: Var) -> Origin:
         """The origin of a value."""
-        return self.provenance.get(v, _DATA).origin
+        return self._of(v).origin
 
     def is_data(self, v: Var) -> bool:
         """Whether a value is not computed from arguments and constants alone."""
         return self.origin(v) is Origin.DATA
+
+    def _of(self, v: Var) -> Provenance:
+        return self.provenance.get(v, _DATA)
+
+    def _is_parameter(self, v: Var) -> bool:
+        return self.origin(v) is Origin.PARAMETER
+
+    def _without_name(self, eqn: JaxprEqn) -> JaxprEqn:
+        """Returns the equation, or a copy if it names the result of a product."""
+        for v in variables(eqn.invars) if _jaxpr.name_of(eqn) == "name" else ():
+            product = self._maker[v].half_product if v in self._maker else None
+            if product:
+                self.names[v] = _jaxpr.params_of(eqn)["name"]
+                return eqn.replace(primitive=jax.lax.copy_p, params={})
+        return eqn
+
+    def _step(self, eqn: JaxprEqn) -> Step:
+        if eqn.primitive.name in _jaxpr.PRODUCTS:
+            found = fate(
+                eqn,
+                is_parameter=self._is_parameter,
+                is_constant=lambda v: self._of(v).is_constant,
+                is_exempt=self.is_exempt,
+            )
+            if found is not Fate.BECOMES_HALF:
+                return Step("other", eqn)
+            product = self._product(eqn)
+            return Step("own" if product.dtype else "product", eqn, product)
+        if may_pick(eqn) and not self._all(variables(eqn.invars[:1]), "origin"):
+            return Step("other", as_pick(eqn, self._equation_of, self.constants))
+        reads_stored = any(v in self.stored for v in variables(eqn.invars))
+        if reads_stored and is_entered(eqn):
+            return Step("call", eqn)
+        if has_products(eqn):
+            return Step("other" if self.is_exempt(eqn) else "call", eqn)
+        is_call = _jaxpr.name_of(eqn) in _CALLS and has_picks(eqn)
+        return Step("call" if is_call else "other", eqn)
+
+    def _equation_of(self, atom: Atom) -> JaxprEqn | None:
+        maker = self._maker.get(atom) if isinstance(atom, Var) else None
+        return maker.eqn if maker else None
+
+    def _product(self, eqn: JaxprEqn) -> Product:
+        (lhs, left), (rhs, right) = map(self._operand, variables(eqn.invars[:2]))
+        inputs = [lhs, rhs, *variables(eqn.invars[2:])]
+        eqns = [*left, *right, eqn]
+        whole = _jaxpr_rewrite.excerpt(self.jaxpr, eqns, inputs, eqn.outvars)
+        scope, jaxpr = _jaxpr_rewrite.without_common_scope(whole)
+        is_dot = matrix_sizes(eqn) is not None
+        dtypes = [
+            self.stored[v].name if v in self.stored else dtype_name(v)
+            for v in (lhs, rhs)
+        ]
+        half = {*filter(is_half, dtypes)}
+        is_own = len(half) == 1 and self.dtype.name not in half
+        return Product(
+            key=_jaxpr_rewrite.structural_key(jaxpr),
+            jaxpr=jaxpr,
+            moves=len(left),
+            float32_grads=tuple(
+                is_dot and is_float32(v) and self._of(v).has_float32_grad
+                for v in (lhs, rhs)
+            ),
+            dtype=half.pop() if is_own else None,
+            scope=scope,
+            has_float32_result=self.has_float32_result(eqn),
+        )
+
+    def _operand(self, v: Var) -> tuple[Var, list[JaxprEqn]]:
+        """Returns an operand before its entries are moved, and the moving equations."""
+        moves: list[JaxprEqn] = []
+        while maker := self._maker.get(v):
+            eqn, sources = maker.eqn, variables(maker.eqn.invars)
+            if len(sources) != 1:
+                break
+            if eqn.primitive.name not in _jaxpr.REARRANGES:
+                break
+            moves.insert(0, eqn)
+            (v,) = sources
+        return v, moves
+
+    def _provenance(self, step: Step) -> Provenance | None:
+        """Returns the provenance of an equation's results; None if nothing is known."""
+        eqn, inputs = step.eqn, variables(step.eqn.invars)
+        if any(map(_jaxpr.is_reference, [*inputs, *eqn.outvars])):
+            return None  # what a reference holds changes
+        numbers = [v for v in inputs if not dtype_name(v).startswith(_INTEGERS)]
+        is_constant = step.kind != "call" and self._all(numbers, "is_constant")
+        is_fixed = self._all(inputs, "is_fixed")
+        data = Provenance(Origin.DATA, is_constant, is_fixed)
+        products = (eqn, *_jaxpr.equations_within(eqn))
+        products = (e for e in products if e.primitive.name in _jaxpr.PRODUCTS)
+        if step.kind != "other" or any(fate(e) is Fate.IS_HALF for e in products):
+            return data
+        indices = variables(eqn.invars[1:2])
+        if looks_up_rows(eqn) and not self._all(indices, "is_fixed"):
+            return data
+        # A layer of a stack of weights is one at any index, as of a loop's counter.
+        is_lookup = eqn.primitive.name in _jaxpr.LOOKUPS
+        sources = variables(eqn.invars[:1]) if is_lookup else inputs
+        if not self._all(sources, "origin"):
+            return data
+        scales = eqn.primitive.name in _jaxpr.SCALINGS
+        is_parameter = scales and any(map(self._is_parameter, sources))
+        return Provenance(
+            origin=Origin.PARAMETER if is_parameter else Origin.ARGUMENTS,
+            is_constant=is_constant,
+            is_fixed=is_fixed,
+            has_float32_grad=any(self._of(v).has_float32_grad for v in sources),
+        )
+
+    def _all(self, inputs: Iterable[Var], field: str) -> bool:
+        return all(getattr(self._of(v), field) for v in inputs)
 
 
 def read(
@@ -158,179 +292,26 @@ def read(
         is_known = not isinstance(x, Tracer)
         wide = has_float32_grad(v) and not is_known
         given[v] = Provenance(Origin.PARAMETER, is_known, is_known, wide)
-    reader = _Reader(
-        flat,
-        given,
-        dtype.name,
-        is_exempt,
-        constants=constants,
-        stored=program.dtypes,
+    reading = Reading(
+        dtype=dtype,
+        is_exempt=is_exempt,
         has_float32_result=has_float32_result,
-    )
-    wanted, steps = {*variables(flat.outvars)}, list[Step]()
-    for step in reversed(reader.steps):
-        if _jaxpr.has_effects(step.eqn) or not wanted.isdisjoint(step.outputs):
-            steps.append(step)
-            wanted.update(step.inputs)
-    steps.reverse()
-    products = [step.half_product for step in steps if step.half_product]
-    halves = {p.result for p in products if not p.has_float32_result}
-    operands = {v for product in products for v in product.operands}
-    data = {v for v in operands if not reader.provenance.get(v, _DATA).origin}
-    shared = data - halves if share_casts else set[Var]()
-    return Reading(
         jaxpr=flat,
         constants=constants,
-        steps=steps,
-        provenance=reader.provenance,
-        given={*given},
-        halves=halves | shared,
-        shared=shared,
         stored=program.dtypes,
         halves_of_stored=program.halves,
-        names=reader.names,
+        given=given,
     )
-
-
-class _Reader:
-    """Decides for each equation its kind, and then the provenance of its results.
-
-    `provenance` and `names` are as in `Reading`, `steps` are those of all equations.
-    """
-
-    def __init__(
-        self,
-        jaxpr: Jaxpr,
-        given: Mapping[Var, Provenance],
-        dtype: str,
-        is_exempt: Callable[[JaxprEqn], bool],
-        constants: Mapping[Var, Leaf],
-        stored: Mapping[Var, np.dtype],
-        has_float32_result: Callable[[JaxprEqn], bool],
-    ) -> None:
-        self._has_float32_result = has_float32_result
-        self._jaxpr, self._dtype, self._is_exempt = jaxpr, dtype, is_exempt
-        self._constants, self._stored = constants, stored
-        self._maker: dict[Var, Step] = {}
-        self.steps: list[Step] = []
-        self.provenance = {**given}
-        self.names: dict[Var, str] = {}
-        for eqn in jaxpr.eqns:
-            step = self._step(self._without_name(eqn))
-            self.steps.append(step)
-            self._maker.update(dict.fromkeys(eqn.outvars, step))
-            if found := self._provenance(step):
-                self.provenance.update(dict.fromkeys(eqn.outvars, found))
-
-    def _of(self, v: Var) -> Provenance:
-        return self.provenance.get(v, _DATA)
-
-    def _is_parameter(self, v: Var) -> bool:
-        return self._of(v).origin == Origin.PARAMETER
-
-    def _without_name(self, eqn: JaxprEqn) -> JaxprEqn:
-        """Returns the equation, or a copy if it names the result of a product."""
-        for v in variables(eqn.invars) if _jaxpr.name_of(eqn) == "name" else ():
-            product = self._maker[v].half_product if v in self._maker else None
-            if product:
-                self.names[v] = _jaxpr.params_of(eqn)["name"]
-                return eqn.replace(primitive=jax.lax.copy_p, params={})
-        return eqn
-
-    def _step(self, eqn: JaxprEqn) -> Step:
-        if eqn.primitive.name in _jaxpr.PRODUCTS:
-            found = fate(
-                eqn,
-                is_parameter=self._is_parameter,
-                is_constant=lambda v: self._of(v).is_constant,
-                is_exempt=self._is_exempt,
-            )
-            if found is not Fate.BECOMES_HALF:
-                return Step("other", eqn)
-            product = self._product(eqn)
-            return Step("own" if product.dtype else "product", eqn, product)
-        if may_pick(eqn) and not self._all(variables(eqn.invars[:1]), "origin"):
-            return Step("other", as_pick(eqn, self._equation_of, self._constants))
-        reads_stored = any(v in self._stored for v in variables(eqn.invars))
-        if reads_stored and is_entered(eqn):
-            return Step("call", eqn)
-        if has_products(eqn):
-            return Step("other" if self._is_exempt(eqn) else "call", eqn)
-        is_call = _jaxpr.name_of(eqn) in _CALLS and has_picks(eqn)
-        return Step("call" if is_call else "other", eqn)
-
-    def _equation_of(self, atom: Atom) -> JaxprEqn | None:
-        maker = self._maker.get(atom) if isinstance(atom, Var) else None
-        return maker.eqn if maker else None
-
-    def _product(self, eqn: JaxprEqn) -> Product:
-        (lhs, left), (rhs, right) = map(self._operand, variables(eqn.invars[:2]))
-        inputs = [lhs, rhs, *variables(eqn.invars[2:])]
-        eqns = [*left, *right, eqn]
-        whole = _jaxpr_rewrite.excerpt(self._jaxpr, eqns, inputs, eqn.outvars)
-        scope, jaxpr = _jaxpr_rewrite.without_common_scope(whole)
-        is_dot = matrix_sizes(eqn) is not None
-        dtypes = [
-            self._stored[v].name if v in self._stored else dtype_name(v)
-            for v in (lhs, rhs)
-        ]
-        half = {*filter(is_half, dtypes)}
-        is_own = len(half) == 1 and self._dtype not in half
-        return Product(
-            key=_jaxpr_rewrite.structural_key(jaxpr),
-            jaxpr=jaxpr,
-            moves=len(left),
-            float32_grads=tuple(
-                is_dot and is_float32(v) and self._of(v).has_float32_grad
-                for v in (lhs, rhs)
-            ),
-            dtype=half.pop() if is_own else None,
-            scope=scope,
-            has_float32_result=self._has_float32_result(eqn),
-        )
-
-    def _operand(self, v: Var) -> tuple[Var, list[JaxprEqn]]:
-        """Returns an operand before its entries are moved, and the moving equations."""
-        moves: list[JaxprEqn] = []
-        while maker := self._maker.get(v):
-            eqn, sources = maker.eqn, variables(maker.eqn.invars)
-            if len(sources) != 1:
-                break
-            if eqn.primitive.name not in _jaxpr.REARRANGES:
-                break
-            moves.insert(0, eqn)
-            (v,) = sources
-        return v, moves
-
-    def _provenance(self, step: Step) -> Provenance | None:
-        """Returns the provenance of an equation's results; None if nothing is known."""
-        eqn, inputs = step.eqn, variables(step.eqn.invars)
-        if any(map(_jaxpr.is_reference, [*inputs, *eqn.outvars])):
-            return None  # what a reference holds changes
-        numbers = [v for v in inputs if not dtype_name(v).startswith(_INTEGERS)]
-        is_constant = step.kind != "call" and self._all(numbers, "is_constant")
-        is_fixed = self._all(inputs, "is_fixed")
-        data = Provenance(Origin.DATA, is_constant, is_fixed)
-        products = (eqn, *_jaxpr.equations_within(eqn))
-        products = (e for e in products if e.primitive.name in _jaxpr.PRODUCTS)
-        if step.kind != "other" or any(fate(e) is Fate.IS_HALF for e in products):
-            return data
-        indices = variables(eqn.invars[1:2])
-        if looks_up_rows(eqn) and not self._all(indices, "is_fixed"):
-            return data
-        # A layer of a stack of weights is one at any index, as of a loop's counter.
-        is_lookup = eqn.primitive.name in _jaxpr.LOOKUPS
-        sources = variables(eqn.invars[:1]) if is_lookup else inputs
-        if not self._all(sources, "origin"):
-            return data
-        scales = eqn.primitive.name in _jaxpr.SCALINGS
-        is_parameter = scales and any(map(self._is_parameter, sources))
-        return Provenance(
-            origin=Origin.PARAMETER if is_parameter else Origin.ARGUMENTS,
-            is_constant=is_constant,
-            is_fixed=is_fixed,
-            has_float32_grad=any(self._of(v).has_float32_grad for v in sources),
-        )
-
-    def _all(self, inputs: Iterable[Var], field: str) -> bool:
-        return all(getattr(self._of(v), field) for v in inputs)
+    wanted, steps = {*variables(flat.outvars)}, list[Step]()
+    for step in reversed(reading.steps):
+        if _jaxpr.has_effects(step.eqn) or not wanted.isdisjoint(step.outvars):
+            steps.append(step)
+            wanted.update(step.invars)
+    reading.steps = steps[::-1]
+    products = [step.half_product for step in reading.steps if step.half_product]
+    reading.halves = {p.result for p in products if not p.has_float32_result}
+    if share_casts:
+        operands = {v for product in products for v in product.operands}
+        reading.shared = {*filter(reading.is_data, operands)} - reading.halves
+        reading.halves |= reading.shared
+    return reading

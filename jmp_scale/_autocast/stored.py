@@ -16,7 +16,7 @@ from .. import _jaxpr, _jaxpr_rewrite
 from .._jaxpr import Atom, Jaxpr, JaxprEqn, Literal, Program, Var, variables
 from .._policy import is_half
 from .higher_order import is_entered
-from .products import is_partly_float32, looks_up_rows
+from .products import looks_up_rows
 
 _FLOAT32 = np.dtype("float32")
 
@@ -108,7 +108,8 @@ class _Program:
         if name in _jaxpr.REFERENCES:
             return self._is_renamed(eqn.invars[0])
         if name in _jaxpr.PRODUCTS:
-            return is_partly_float32(eqn)
+            is_partly_float32 = any(map(_jaxpr.is_float32, eqn.invars[:2]))
+            return is_partly_float32 and _jaxpr.is_float32(eqn.outvars[0])
         # A cast belongs to one mesh, and a reshard may lead from one to another.
         # `add_any` adds up cotangents, where the program has gradients itself.
         is_sum = name in ("add_any", "reshard")
@@ -181,7 +182,7 @@ class _Program:
 
 
 def _read_in_each_turn(eqn: JaxprEqn) -> list[Var]:
-    loop = _jaxpr.loop_of(eqn) if eqn.primitive.name == "scan" else None
+    loop = _jaxpr.scan_of(eqn)
     return variables(eqn.invars[: loop.consts]) if loop else []
 
 
@@ -189,14 +190,12 @@ def _results_in_float32(eqn: JaxprEqn, flags: Sequence[bool]) -> list[bool]:
     """Tells which results of a call are computed from float32 operands alone."""
     if not any(map(is_in_half, eqn.outvars)):
         return [False] * len(eqn.outvars)
-    bodies, loop = _jaxpr.subjaxprs(eqn), None
-    if eqn.primitive.name == "cond":
-        flags = flags[1:]
-    elif eqn.primitive.name == "scan":
-        loop = _jaxpr.loop_of(eqn)
-    else:
-        bodies = bodies[:1]
+    bodies, loop = _jaxpr.subjaxprs(eqn), _jaxpr.scan_of(eqn)
     if loop is None:
+        if eqn.primitive.name == "cond":
+            flags = flags[1:]
+        else:
+            bodies = bodies[:1]
         results = (_outputs_in_float32(body, flags) for body in bodies)
         return [all(each) for each in zip(*results, strict=True)]
     first, last = loop.consts, loop.consts + loop.carry

@@ -19,7 +19,7 @@ def extra_args_optimizer(update):
     return optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
 
 
-def test_an_optimizer_with_callbacks_never_sees_a_nan():
+def test_an_optimizer_with_callbacks_sees_zeros_in_place_of_a_skipped_step():
     seen = []
 
     def look(updates, state, params, *, value, grad):
@@ -33,7 +33,7 @@ def test_an_optimizer_with_callbacks_never_sees_a_nan():
         tx.update(BAD, tx.init(PARAMS), PARAMS, value=value, grad=BAD)
     jax.effects_barrier()
     assert len(seen) == 10
-    assert all(np.isfinite(x).all() for x in seen)
+    assert not any(np.any(x) for x in seen)
 
 
 def test_extra_arguments_reach_the_inner_optimizer_gradients_in_float32():

@@ -68,10 +68,7 @@ class Unit:
 
     @property
     def passed_inputs(self) -> tuple[tuple[int, int], ...]:
-        """Positions in `passed`, and of the same residuals among the island's inputs.
-
-        Equal units may differ in these.
-        """
+        """Positions in `passed`, and of equal residuals among the island's inputs."""
         inputs = {v: i for i, v in enumerate(self.jaxpr.invars)}
         pairs = enumerate(self.passed)
         return tuple((j, inputs[v]) for j, v in pairs if v in inputs)
@@ -102,18 +99,6 @@ def make_plan(reading: Reading) -> list[Step | Unit]:
 Part = Step | Jaxpr
 
 
-def _inputs(part: Part) -> list[Var]:
-    return part.inputs if isinstance(part, Step) else part.invars
-
-
-def _outputs(part: Part) -> list[Var]:
-    return part.outputs if isinstance(part, Step) else variables(part.outvars)
-
-
-def _product(part: Part) -> Product | None:
-    return part.half_product if isinstance(part, Step) else None
-
-
 class _Levels:
     """Forms islands of the equations of a program.
 
@@ -124,7 +109,7 @@ class _Levels:
 
     def __init__(self, reading: Reading) -> None:
         self._program, self._steps = reading.jaxpr, reading.steps
-        self._maker = {v: i for i, s in enumerate(self._steps) for v in s.outputs}
+        self._maker = {v: i for i, s in enumerate(self._steps) for v in s.outvars}
         # Values of arguments alone, and how many equations compute them.
         self._repeats = dict.fromkeys(reading.given, 0)
         self._in_island: list[bool] = []
@@ -133,35 +118,31 @@ class _Levels:
         differentiable = {v for v in level if _jaxpr.is_floating(v)}
         last_effect = 0
         for step in self._steps:
-            inputs = step.inputs
             has_effects = _jaxpr.has_effects(step.eqn)
-            has_tangent = not differentiable.isdisjoint(inputs)
             is_other = step.kind == "other"
-            is_cheap_one = is_other and is_cheap(step.eqn)
-            if is_cheap_one:
+            has_tangent = not differentiable.isdisjoint(step.invars)
+            is_in_island = is_other and is_cheap(step.eqn)
+            if is_in_island:
                 self._note_repeats(step)
-            start = max([level[v] for v in inputs], default=0)
+            start = max([level[v] for v in step.invars], default=0)
             if has_effects:  # these equations keep their order
                 start = max(start, last_effect)
                 last_effect = start + 1
-            runs_first = is_other and not has_tangent and not has_effects
-            if runs_first:
-                start = _BEFORE_ALL
+            if is_other and not has_tangent and not has_effects:
+                start, is_in_island = _BEFORE_ALL, False
             else:
-                differentiable.update(step.outputs)
-            is_in_island = is_cheap_one and not runs_first
+                differentiable.update(step.outvars)
             self._in_island.append(is_in_island)
             self._starts.append(start)
             end = start if is_in_island else start + 1
-            level |= dict.fromkeys(step.outputs, end)
+            level |= dict.fromkeys(step.outvars, end)
         self._delay()
 
     def _note_repeats(self, step: Step) -> None:
-        inputs = step.inputs
-        if all(v in self._repeats for v in inputs):
-            count = 1 + sum(self._repeats[v] for v in inputs)
+        if all(v in self._repeats for v in step.invars):
+            count = 1 + sum(self._repeats[v] for v in step.invars)
             if count <= _MOST_REPEATED:
-                self._repeats.update(dict.fromkeys(step.outputs, count))
+                self._repeats.update(dict.fromkeys(step.outvars, count))
 
     def _delay(self) -> None:
         """Moves equations of one array to the first island that reads their results.
@@ -175,14 +156,14 @@ class _Levels:
         read_elsewhere = {*variables(self._program.outvars)}
         for index, step in reversed([*enumerate(self._steps)]):
             if not self._in_island[index]:
-                read_elsewhere.update(step.inputs)
+                read_elsewhere.update(step.invars)
                 continue
-            only_islands_read = read_elsewhere.isdisjoint(step.outputs)
-            all_are_read = all(v in first_reader for v in step.outputs)
+            only_islands_read = read_elsewhere.isdisjoint(step.outvars)
+            all_are_read = all(v in first_reader for v in step.outvars)
             if _is_of_one_array(step) and only_islands_read and all_are_read:
-                self._starts[index] = min(first_reader[v] for v in step.outputs)
+                self._starts[index] = min(first_reader[v] for v in step.outvars)
             level = self._starts[index]
-            for v in step.inputs:
+            for v in step.invars:
                 first_reader[v] = min(level, first_reader.get(v, level))
 
     def parts(self) -> list[Part]:
@@ -190,14 +171,13 @@ class _Levels:
         parts: list[Part] = []
         wanted = {*variables(self._program.outvars)}
         for members in reversed(self._members()):
-            part, has_effects = self._steps[members[0]], False
+            part = self._steps[members[0]]
+            has_effects = _jaxpr.has_effects(part.eqn)
             if self._in_island[members[0]]:
                 part = self._island(members, wanted)
-            else:
-                has_effects = _jaxpr.has_effects(part.eqn)
-            if has_effects or not wanted.isdisjoint(_outputs(part)):
+            if has_effects or not wanted.isdisjoint(part.outvars):
                 parts.append(part)
-                wanted.update(_inputs(part))
+                wanted.update(part.invars)
         return parts[::-1]
 
     def _members(self) -> list[list[int]]:
@@ -206,14 +186,14 @@ class _Levels:
         for index, is_island in enumerate(self._in_island):
             key = self._starts[index], index, ""
             if is_island:  # runs before what else reads values of its level
-                mesh = mesh_of(self._steps[index].outputs[0])
+                mesh = mesh_of(self._steps[index].outvars[0])
                 key = self._starts[index], -1, str(mesh.axis_types)
             members.setdefault(key, []).append(index)
         return [members[key] for key in sorted(members)]
 
     def _island(self, members: list[int], wanted: set[Var]) -> Jaxpr:
         """Returns an island of its wanted equations and those of arguments alone."""
-        outputs = [v for i in members for v in self._steps[i].outputs if v in wanted]
+        outputs = [v for i in members for v in self._steps[i].outvars if v in wanted]
         allowed = {*members}
         needed = set[int]()
         todo = [*outputs]
@@ -232,8 +212,8 @@ class _Levels:
 
 def _is_of_one_array(step: Step) -> bool:
     """Whether an equation reads one array, besides much smaller ones."""
-    entries = sum(map(_jaxpr.size, step.inputs))
-    return entries <= _ONE_ARRAY * _jaxpr.size(step.outputs[0])
+    entries = sum(map(_jaxpr.size, step.invars))
+    return entries <= _ONE_ARRAY * _jaxpr.size(step.outvars[0])
 
 
 class Choice(NamedTuple):
@@ -253,14 +233,17 @@ class _Units:
         self._reading, self._parts = reading, parts
         # Values that are residuals already, so that reading them costs nothing.
         self._already_saved = {*reading.given}
-        self._maker = {v: i for i, part in enumerate(parts) for v in _outputs(part)}
-        islands = [part for part in parts if not isinstance(part, Step)]
-        self._read_by_islands = {v for island in islands for v in island.invars}
+        self._maker = {v: i for i, p in enumerate(parts) for v in variables(p.outvars)}
+        self._read_by_islands: set[Var] = set()
+        self._products: dict[int, Product] = {}  # by the position of their part
         self._readers: dict[Var, list[int]] = {}  # products that read an operand
         for i, part in enumerate(parts):
-            product = _product(part)
-            for v in dict.fromkeys(product.operands if product else ()):
-                self._readers.setdefault(v, []).append(i)
+            if not isinstance(part, Step):
+                self._read_by_islands.update(part.invars)
+            elif part.half_product:
+                self._products[i] = part.half_product
+                for v in dict.fromkeys(part.half_product.operands):
+                    self._readers.setdefault(v, []).append(i)
 
     def units(self) -> list[Step | Unit]:
         units: list[Step | Unit] = []
@@ -269,8 +252,8 @@ class _Units:
             if i in joined:
                 continue
             if isinstance(part, Step):
-                product = part.half_product
-                self._note_saved(product.operands if product else ())
+                if part.half_product:
+                    self._note_saved(part.half_product.operands)
                 units.append(part)
                 continue
             choice = self._choice(i, part)
@@ -278,8 +261,8 @@ class _Units:
             joined |= behind
             self._note_saved(choice.saved_in_half)
             self._already_saved.update(choice.inputs, choice.streams)
-            products = (_product(self._parts[n]) for n in sorted(behind))
-            units.append(self._unit(part, [p for p in products if p], choice))
+            products = [self._products[n] for n in sorted(behind)]
+            units.append(self._unit(part, products, choice))
         return units
 
     def _note_saved(self, operands: Collection[Var]) -> None:
@@ -299,8 +282,7 @@ class _Units:
             # Computed from a softmax that is saved, it would not be what was read.
             is_exact = softmaxes.isdisjoint(values)
             more = values.intersection(island.invars) - inputs
-            bytes_of_copy = _BYTES_OF_HALF * _jaxpr.size(v)
-            is_cheaper = self._bytes(more) < bytes_of_copy
+            is_cheaper = self._bytes(more) < _BYTES_OF_HALF * _jaxpr.size(v)
             if is_exact and is_cheaper and self._can_run_behind(v, i, island):
                 recomputed.add(v)
                 inputs |= more
@@ -333,12 +315,11 @@ class _Units:
 
     def _can_run_behind(self, v: Var, i: int, island: Jaxpr) -> bool:
         """Whether the products that read a result of an island can run right behind."""
-        parts = (self._parts[n] for n in self._readers[v])
-        products = [part for part in parts if isinstance(part, Step)]
-        are_made = all(
-            self._maker.get(read, -1) <= i for p in products for read in p.inputs
-        )
-        return are_made and all(p.eqn.ctx == island.eqns[-1].ctx for p in products)
+        products = [self._products[n] for n in self._readers[v]]
+        read = {v for p in products for v in p.jaxpr.invars}
+        are_made = all(self._maker.get(v, -1) <= i for v in read)
+        context = island.eqns[-1].ctx
+        return are_made and all(p.equation.ctx == context for p in products)
 
     def _unit(self, island: Jaxpr, products: Sequence[Product], choice: Choice) -> Unit:
         sums = small_sums(island)
@@ -391,9 +372,7 @@ def _softmaxes_read(island: Jaxpr, operands: Collection[Var]) -> set[Var]:
     for v in reversed([v for v in operands if v in found]):
         others = found - {v}
         read = needed_for(island, read_by_derivative(island, found), ())
-        is_read_elsewhere = v in read
-        inputs = read.intersection(island.invars)
-        saves_nothing = inputs == _residuals(island, others, ())
-        if is_read_elsewhere or saves_nothing:
+        saved = read.intersection(island.invars)
+        if v in read or saved == _residuals(island, others, ()):
             found = others
     return found

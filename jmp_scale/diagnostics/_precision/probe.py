@@ -19,7 +19,8 @@ from jax.typing import DTypeLike
 from ... import _jaxpr
 from ..._autocast.dot_general import bilinear
 from ..._autocast.higher_order import Part
-from ..._autocast.interpreter import Interpreter, Notes, TraceCache, Values
+from ..._autocast.interpreter import Interpreter, Notes, Values
+from ..._autocast.linear import Traces
 from ..._autocast.marks import meet, tracing
 from ..._autocast.products import Product, becomes_half
 from ..._autocast.provenance import Origin, Reading
@@ -124,7 +125,7 @@ class Probe:
             forward=self._forward,
             backward=self._backward,
             names=frozenset(),
-            traces=TraceCache(),
+            traces=Traces(),
             notes=Notes(warned=set()),
             flags=flags,
             met=met,

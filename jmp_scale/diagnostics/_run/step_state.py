@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._types import Leaf
-from .step_calls import Check, Path, Run, has_moved, host, is_float
+from .step_calls import Check, Path, Run, has_moved, host, is_float, sampled
 
 _MOST_CALLS = 16  # until a window of accumulation ends
 _FEW_CALLS = 8  # after these, the call in which most leaves change is taken
@@ -113,9 +113,11 @@ def _of_changes(check: Check, first: Run, last: Run) -> None:
 
 def _differs(leaf: Leaf, is_mapped: bool) -> bool:
     """Whether devices that hold copies of a leaf hold different ones."""
-    parts = [host(part.data) for part in getattr(leaf, "addressable_shards", ())]
+    shards = getattr(leaf, "addressable_shards", ())
+    parts = [sampled(host(shard.data)) for shard in shards]
     is_copy = len(parts) > 1 and (is_mapped or leaf.is_fully_replicated)
-    return is_copy and any(not np.array_equal(parts[0], part) for part in parts)
+    # Some operations of a GPU round in another way each time.
+    return is_copy and not all(np.allclose(parts[0], x, 1e-2, 0) for x in parts)
 
 
 def _outside(check: Check, run: Run) -> list[Path]:

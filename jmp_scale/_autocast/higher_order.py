@@ -167,10 +167,7 @@ CALLS: dict[str, Callable[[JaxprEqn, Arrays, Body], Arrays | None]] = {
 
 
 def is_entered(eqn: JaxprEqn) -> bool:
-    """Whether a call is put back with float32 arrays in place of half-precision ones.
-
-    A `while` is not: it has no gradient.
-    """
+    """Whether a call is put back with float32 arrays in place of half ones."""
     match _jaxpr.name_of(eqn):
         case "scan":
             return _jaxpr.scan_of(eqn) is not None
@@ -179,7 +176,7 @@ def is_entered(eqn: JaxprEqn) -> bool:
         case "custom_jvp_call":
             return _jaxpr.jvp_rule(eqn) is not None
         case name:
-            return name in CALLS and name != "while"
+            return name in CALLS and name != "while"  # it has no gradient
 
 
 def places_as_stored(eqn: JaxprEqn, stored: Collection[Var]) -> Sequence[int]:

@@ -389,10 +389,7 @@ class Interpreter:
 
 
 def _with_cotangent_of_its_dtype(x: Any) -> Any:
-    """Returns `x`, and casts the cotangent that the rule of a `custom_vjp` returns.
-
-    JAX passes on a float32 cotangent of a half-precision array as it is.
-    """
+    """Returns `x`, and casts its cotangent: a `custom_vjp` may return a float32 one."""
     is_array_in_half = isinstance(x, jax.Array) and is_half(x.dtype)
     return x.astype(jnp.float32).astype(x.dtype) if is_array_in_half else x
 
@@ -403,10 +400,8 @@ def _nested_function(
     origins: tuple[Origin, ...],
     dtypes: tuple[str, ...],
 ) -> Callable[..., list[jax.Array]]:
-    """Returns a function of a jaxpr's inputs.
-
-    `dtypes` are those of the equation's results, which a rule or a condition lacks.
-    """
+    """Returns a function of a jaxpr's inputs; `dtypes` are an equation's results'."""
+    # A rule or a condition has other results than the equation.
     are_results = len(dtypes) == len(_jaxpr.bare(jaxpr).outvars)
 
     def function(*values: jax.Array) -> list[jax.Array]:

@@ -56,10 +56,7 @@ def live_of(tangents: Sequence[Any]) -> ByPosition:
 
 
 class Traces:
-    """What was made of equal facts, so that JAX traces it once.
-
-    It equals no other instance.
-    """
+    """What was made of equal facts, for JAX to trace once; it equals no other one."""
 
     def __init__(self) -> None:
         self.known: dict[Hashable, Any] = {}
@@ -112,10 +109,8 @@ def linear(
 
 
 def _params(jaxpr: Jaxpr, tangents: int) -> dict[str, Any]:
-    """Returns the parameters of an equation, which is linear in its last inputs.
-
-    Its transposes, by their results, are shared by equations with this jaxpr.
-    """
+    """Returns the parameters of an equation, which is linear in its last inputs."""
+    # Its transposes, by their results, are shared by equations with this jaxpr.
     closed = ClosedJaxpr(jaxpr, [])
     return {"jaxpr": closed, "tangents": tangents, "transposes": Traces()}
 

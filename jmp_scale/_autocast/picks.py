@@ -12,7 +12,7 @@ Its value is the gather's, except that -0.0 becomes 0.0.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -108,7 +108,11 @@ def _counted(
     batching = numbers.operand_batching_dims, numbers.start_indices_batching_dims
     found = {int(axis): int(d) for axis, d in zip(*batching, strict=True)}
     *rows, _ = _dims(indices)
-    parts = _columns(indices, maker_of) if len(columns) > 1 else []
+    # The arrays of one column each that indices are put together of.
+    maker = maker_of(indices) if len(columns) > 1 else None
+    parts = maker.invars if maker and maker.primitive.name == "concatenate" else []
+    if any(_jaxpr.shape(part)[-1] != 1 for part in parts):
+        return found
     for axis, part in zip(columns, parts, strict=False):
         value = _computed(part, maker_of, constants)
         if value is None:
@@ -124,15 +128,6 @@ def _dims(v: Atom) -> tuple[Any, ...]:
     """Returns the shape of an array, with sizes that are symbolic."""
     aval: Any = v.aval
     return aval.shape
-
-
-def _columns(indices: Atom, maker_of: Maker) -> Sequence[Atom]:
-    """Returns the arrays of one column each that indices are put together of."""
-    eqn = maker_of(indices)
-    if eqn is None or eqn.primitive.name != "concatenate":
-        return []
-    is_single = all(_jaxpr.shape(v)[-1] == 1 for v in eqn.invars)
-    return eqn.invars if is_single else []
 
 
 def _computed(
@@ -160,10 +155,7 @@ def _computed(
 
 
 class _Pick(Primitive):
-    """A comparison in a program that `autocast` reads, and JAX never sees.
-
-    JAX sees what it binds, in the types that the arrays have then.
-    """
+    """A comparison in a program that `autocast` reads; JAX sees what it binds."""
 
     def bind(self, x: jax.Array, indices: jax.Array, *, pick: Pick) -> jax.Array:
         return picked(x, indices, pick)

@@ -41,11 +41,9 @@ def in_sight(
 ) -> Callable[..., Any]:
     """Returns a function with its own derivative, whose products policies can see.
 
-    `evaluate` takes results of products that it need not compute, and the arguments.
-    `derivative` takes the results, the arguments and their tangents, and computes the
-    tangents of the results. `products` and `saved_of` are as in `Shown`.
-    `is_transposed` tells that it stands in a rule for derivatives: JAX does not
-    transpose an object of hijax.
+    `evaluate` takes results of products that it need not compute, and the arguments,
+    `derivative` the results, the arguments and their tangents. `is_transposed`: it
+    stands in a rule for derivatives, and JAX does not transpose an object of hijax.
     """
 
     def forward(*args: Any) -> Any:

@@ -68,10 +68,7 @@ class Unit:
 
     @property
     def passed_inputs(self) -> tuple[tuple[int, int], ...]:
-        """Positions in `passed`, and of the same residuals among the island's inputs.
-
-        Equal units may differ in these.
-        """
+        """Positions in `passed`, and of equal residuals among the island's inputs."""
         inputs = {v: i for i, v in enumerate(self.jaxpr.invars)}
         pairs = enumerate(self.passed)
         return tuple((j, inputs[v]) for j, v in pairs if v in inputs)

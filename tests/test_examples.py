@@ -39,7 +39,16 @@ def main_of(script, *args):
         except BaseException:
             raise AssertionError(traceback.format_exc()) from None
     assert "Warning" not in errors.getvalue(), errors.getvalue()
+    shown = EXAMPLES / f"outputs/{script.removesuffix('.py')}.txt"
+    if shown.exists() and "--resume" not in args:
+        assert words(out.getvalue()) == words(shown.read_text()), out.getvalue()
     return out.getvalue()
+
+
+def words(text):
+    """What a page shows of a text: no numbers, paths and lines that name a file."""
+    text = re.sub(r"^(figure|metrics|checkpoint): .*$", "", text, flags=re.M)
+    return re.sub(r"\S*/|nan|inf|\d[\d.,]*(e[-+]\d+)?|[^\w\s]", " ", text).split()
 
 
 @pytest.fixture(scope="module")

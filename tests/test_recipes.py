@@ -103,12 +103,12 @@ print(json.dumps(errors))
 """
 
 HALF_ORDER = """
-
-def _half_order(equation: Equation) -> Iterator[Finding]:
+def _half_order(equation: Equation) -> Iterator[Fault]:
     if equation.name == "sort" and is_half(equation.result):
-        message = f"a sort in {equation.result}, in which neighbors become equal"
-        yield equation.finding("half-order", "warning", message)
-"""
+        yield "warning", f"a sort in {equation.result}, in which neighbors become equal"
+
+
+_BACKWARD"""
 
 
 def add_after(path, line, new):
@@ -127,8 +127,8 @@ def add_a_counter(package):
 
 def add_a_rule(package, faults):
     rules = package / "diagnostics/_precision/rules.py"
-    add_after(rules, "def faults.*", "    yield from _half_order(equation)")
-    rules.write_text(rules.read_text() + HALF_ORDER)
+    add_after(rules, "_FORWARD = .*", '    "half-order": _half_order,')
+    rules.write_text(rules.read_text().replace("\n_BACKWARD", HALF_ORDER, 1))
     fault = '    "sorted": lambda h: jnp.sort(h),  # !half-order'
     add_after(faults, "OF_FLOAT16 = {", fault)
 

@@ -45,20 +45,17 @@ def flops(eqn: JaxprEqn) -> int:
     left, right, result = eqn.invars[0], eqn.invars[1], eqn.outvars[0]
     if sizes := matrix_sizes(eqn):
         return 2 * size(result) * math.prod(sizes[0].contracted)
-    match name:
-        case "conv_general_dilated":
-            features = shape(right)[eqn.params["dimension_numbers"].rhs_spec[0]]
-            # Zeros inside a dilated input are not multiplied.
-            zeros = math.prod(eqn.params.get("lhs_dilation") or (1,))
-            return 2 * size(result) * (size(right) // max(features, 1)) // zeros
-        case "ragged_dot_general":
-            # Each row of the first operand meets one group of the second.
-            numbers = eqn.params["ragged_dot_dimension_numbers"]
-            (_, contracted), (_, batch) = numbers.dot_dimension_numbers
-            others = {*contracted, *batch, *numbers.rhs_group_dimensions}
-            free = [n for axis, n in enumerate(shape(right)) if axis not in others]
-            return 2 * size(left) * math.prod(free)
-    return 0
+    if name == "conv_general_dilated":
+        features = shape(right)[eqn.params["dimension_numbers"].rhs_spec[0]]
+        # Zeros inside a dilated input are not multiplied.
+        zeros = math.prod(eqn.params["lhs_dilation"])
+        return 2 * size(result) * (size(right) // max(features, 1)) // zeros
+    # A ragged product: each row of the first operand meets one group of the second.
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+    others = {*contracted, *batch, *numbers.rhs_group_dimensions}
+    free = [n for axis, n in enumerate(shape(right)) if axis not in others]
+    return 2 * size(left) * math.prod(free)
 
 
 def operand_dtypes(eqn: JaxprEqn) -> str:

@@ -130,7 +130,7 @@ class Probe:
             flags=flags,
             met=met,
         )
-        program = self._numbered(program, (), Place(None, None), 1)
+        program = self._numbered(program, (), Place(), 1)
         origins = [Origin.PARAMETER] * len(arrays)
         return flagged.evaluate(program, origins, *arrays)[0]
 

@@ -166,9 +166,7 @@ def _trends(history: LossScaleHistory, steps: Steps) -> Iterator[KindAndValues]:
     """Yields what goes wrong with finite losses and norms, of the applied steps."""
     keep = steps["applied"]
     columns = {name: x[keep].astype(np.float64) for name, x in steps.items()}
-    norms = columns["grad_norm"][np.isfinite(columns["grad_norm"])]
-    yield from _lost_updates(columns, norms, float(history.first_norm))
-    yield from _growing_norm(norms, float(history.first_norm))
+    yield from _norm_findings(columns, float(history.first_norm))
     keep = np.isfinite(columns["loss"])
     if keep.sum() >= _LEAST_STEPS:
         loss, step = columns["loss"][keep], columns["step"][keep].astype(int)
@@ -176,29 +174,23 @@ def _trends(history: LossScaleHistory, steps: Steps) -> Iterator[KindAndValues]:
         yield from _unsteady(loss, step, float(history.first_loss))
 
 
-def _lost_updates(
-    columns: Steps, norms: np.ndarray, first_norm: float
-) -> Iterator[KindAndValues]:
-    """Whether most of the recent updates were rounded away while they were needed."""
+def _norm_findings(columns: Steps, first: float) -> Iterator[KindAndValues]:
+    """Findings on updates that rounding loses, and on gradient norms that grow."""
+    norms = columns["grad_norm"][np.isfinite(columns["grad_norm"])]
     known = np.isfinite(columns["lost_magnitude"])
     magnitude = columns["lost_magnitude"][known][-_RECENT:]
     entries = columns["lost_entries"][known][-_RECENT:]
-    if len(magnitude) < _LEAST_STEPS:
-        return
-    values = {"entries": np.median(entries), "magnitude": np.median(magnitude)}
     # Near a minimum small updates are lost too, but not needed.
-    is_steep = len(norms) == 0 or np.median(norms[-_RECENT:]) > 0.2 * first_norm
-    if values["magnitude"] > 0.7 and is_steep:
+    is_steep = len(norms) == 0 or np.median(norms[-_RECENT:]) > 0.2 * first
+    if len(magnitude) >= _LEAST_STEPS and np.median(magnitude) > 0.7 and is_steep:
+        values = {"entries": np.median(entries), "magnitude": np.median(magnitude)}
         yield "lost updates", {"steps": len(magnitude), **values}
 
-
-def _growing_norm(norms: np.ndarray, first_norm: float) -> Iterator[KindAndValues]:
-    """Whether the gradient norm has grown a hundredfold, and is still growing."""
-    if len(norms) < 2 * _RECENT:
-        return
-    now, before = np.median(norms[-_LEAST_STEPS:]), np.median(norms[:-_RECENT])
-    if now > 100 * first_norm and now > 10 * before:
-        yield "growing norm", {"first": first_norm, "norm": now}
+    # The norm has grown a hundredfold, and is still growing.
+    if len(norms) >= 2 * _RECENT:
+        now, before = np.median(norms[-_LEAST_STEPS:]), np.median(norms[:-_RECENT])
+        if now > 100 * first and now > 10 * before:
+            yield "growing norm", {"first": first, "norm": now}
 
 
 def _loss_findings(

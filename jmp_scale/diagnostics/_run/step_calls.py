@@ -213,7 +213,9 @@ class Check:
             new[*scale, "loss_scale"] = np.float32(self.s if is_base else s)
             new[*scale, "counter"] = counter
         before |= {path: _like(before[path], value) for path, value in new.items()}
-        args = self._copies(before)
+        leaves = [before.get(path, old) for path, old in self._leaves.items()]
+        arrays = jax.Array, np.ndarray  # copied, since a step may donate them
+        args = self._join([x.copy() if isinstance(x, arrays) else x for x in leaves])
         self.count += 1
         first = len(args) - len(self._keywords)
         keywords = dict(zip(self._keywords, args[first:], strict=True))
@@ -226,12 +228,6 @@ class Check:
             self.raised.append(f"{what}, {type(error).__name__}: {message}")
             return None
         return Run(self, before, *self._after(before, args, out))
-
-    def _copies(self, values: Named) -> PyTree:
-        """Returns copies of the arguments, since a step may donate them."""
-        leaves = [values.get(path, old) for path, old in self._leaves.items()]
-        arrays = jax.Array, np.ndarray
-        return self._join([x.copy() if isinstance(x, arrays) else x for x in leaves])
 
     def _after(self, before: Named, args: PyTree, out: PyTree) -> tuple[Named, Named]:
         """Returns the leaves after a call, and all other results."""

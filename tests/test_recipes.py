@@ -138,8 +138,8 @@ def add_a_product(package):
     add_after(package / "_jaxpr.py", "PRODUCTS = .*", name)
     work = '    if name == "row_product":\n        '
     work += "return 2 * size(result) * shape(left)[1]"
-    operands = "    left, right, result = .*"
-    add_after(package / "diagnostics/_precision/work.py", operands, work)
+    facts = package / "diagnostics/_precision/facts.py"
+    add_after(facts, "    left, right, result = .*", work)
 
 
 @pytest.fixture(scope="module")

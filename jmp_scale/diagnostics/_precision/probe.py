@@ -30,7 +30,7 @@ from ..._types import PyTree
 from .._backward import ALL_ROUNDINGS, Backward, Loss, Start, concrete_arrays
 from .._source import Place, begin_user_code, place_of
 from .comparison import GradientComparison, Reference, judged_error
-from .work import flops
+from .facts import flops
 
 _NUMBER = re.compile(r"float32_or_half_(\d+)")
 _MOST_FLAGS = 4096  # flags of the compiled program, one for each group

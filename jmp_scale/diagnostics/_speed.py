@@ -85,10 +85,8 @@ def compare_speed(
       TypeError: as `compare_gradients`.
     """
     function = "compare_speed"
-    half, full = (
-        Loss(function, fun, args, argnums, has_aux, transform)
-        for fun in (half_loss, loss)
-    )
+    given = args, argnums, has_aux, transform
+    half, full = (Loss(function, fun, *given) for fun in (half_loss, loss))
     arrays, rejoin = concrete_arrays(function, args)
 
     def gradient(loss: Loss, s: float) -> Callable[[Arrays], Backward]:

@@ -129,7 +129,7 @@ class Probe:
             flags=flags,
             met=self._cast,
         )
-        program = self._numbered(program, (), Place(None, None), 1)
+        program = self._numbered(program, (), Place(), 1)
         origins = [Origin.PARAMETER] * len(arrays)
         return flagged.evaluate(program, origins, *arrays)[0]
 

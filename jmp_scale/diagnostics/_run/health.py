@@ -79,9 +79,6 @@ class HealthLog:
             steps with these numbers. Omit losses of adversarial training: they rise and
             fall by design.
 
-        Returns:
-          Sentences; an empty list if there is nothing new to report.
-
         Raises:
           ValueError: there is no such state in `opt_state`.
           TypeError: the state has a leading axis of replicas or of a `vmap`.

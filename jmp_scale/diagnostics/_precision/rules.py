@@ -18,12 +18,14 @@ from .facts import (
     Equation,
     SourceLine,
     entries_added,
+    flops,
     is_integer,
     is_lost,
+    is_narrow,
+    operand_dtypes,
     rounded,
     transfer,
 )
-from .work import flops, is_narrow, operand_dtypes
 
 FLOAT16_MAX = 65504
 _LONG = 4096

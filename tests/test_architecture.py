@@ -33,7 +33,6 @@ TESTED_BY = {
     "diagnostics._source": ("diagnostics/precision/test_report", "lines are findings'"),
     "diagnostics._run.origins": ("diagnostics/run/test_diagnosis", "a cause is named"),
     "diagnostics._run.step_*": ("diagnostics/run/test_check_step", "wrong steps"),
-    "diagnostics._precision.probe": ("diagnostics/precision/test_sensitivity", "runs"),
     # A rule is right if the report has its finding, and no other, at the line.
     **dict.fromkeys(
         ["diagnostics._precision.rules", "diagnostics._precision.walk"],

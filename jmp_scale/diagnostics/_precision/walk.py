@@ -1,8 +1,4 @@
-"""Walks through a traced program and applies the rules, equation by equation.
-
-Facts are passed into nested jaxprs with their arguments. Facts about a loop's carries
-are those that hold in every iteration.
-"""
+"""Walks through a traced program and applies the rules, equation by equation."""
 
 import functools
 from collections.abc import Iterable

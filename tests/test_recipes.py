@@ -136,9 +136,10 @@ def add_a_rule(package, faults):
 def add_a_product(package):
     name = 'PRODUCTS |= {"row_product"}'
     add_after(package / "_jaxpr.py", "PRODUCTS = .*", name)
-    work = '        case "row_product":\n            '
+    work = '    if name == "row_product":\n        '
     work += "return 2 * size(result) * shape(left)[1]"
-    add_after(package / "diagnostics/_precision/work.py", "    match name:", work)
+    facts = package / "diagnostics/_precision/facts.py"
+    add_after(facts, "    left, right, result = .*", work)
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,13 @@ from ._precision.comparison import GradientComparison as GradientComparison
 from ._precision.comparison import LeafComparison as LeafComparison
 from ._precision.comparison import Window as Window
 from ._precision.comparison import compare_gradients as compare_gradients
+from ._precision.report import Operation as Operation
 from ._precision.report import PrecisionReport as PrecisionReport
 from ._precision.report import precision_report as precision_report
 from ._precision.rules import Finding as Finding
 from ._precision.sensitivity import SensitiveProduct as SensitiveProduct
 from ._precision.sensitivity import SensitiveProducts as SensitiveProducts
 from ._precision.sensitivity import sensitive_products as sensitive_products
-from ._precision.work import Operation as Operation
 from ._run.check_step import Problem as Problem
 from ._run.check_step import StepCheck as StepCheck
 from ._run.check_step import check_step as check_step

@@ -13,7 +13,7 @@ from .._types import Function, PyTree
 from .._validation import user_frame
 
 _ROOT = __file__.removesuffix("diagnostics/_source.py")
-_INTERNAL = ("", "jax", "jaxlib", "jmp_scale", "numpy", "python")  # "": autocast
+_INTERNAL = ("jax", "jaxlib", "jmp_scale", "numpy", "python")
 _UNNAMED = re.compile(r"(\.<locals>\.<\w+>)+$")
 _INSTALLED = re.compile(r".*(?:site|dist)-packages/(\w+)")
 
@@ -21,12 +21,12 @@ _INSTALLED = re.compile(r".*(?:site|dist)-packages/(\w+)")
 class Place(NamedTuple):
     """A line of source, and the library functions between it and an operation."""
 
-    file: str | None
-    line: int | None
+    file: str | None = None
+    line: int | None = None
     # Names of the library functions between that line and the operation, from the
-    # inside out, and their libraries; "linalg" counts as a library.
+    # inside out, and whether one of them is of a module for linear algebra.
     calls: tuple[str, ...] = ()
-    packages: frozenset[str] = frozenset()
+    in_linalg: bool = False
     # The function around the line, but never a lambda or a generator.
     function: str = ""
     # The line of a library, such as "flax/nnx/x.py:12"; "" for JAX.
@@ -42,24 +42,22 @@ def place_of(eqn: JaxprEqn, outer: Place) -> Place:
     """Returns the innermost line of user code that an equation comes from.
 
     JAX may have cached a nested jaxpr that was traced for another line. So frames
-    outside of its tracing do not count, and the result is then `outer`, the place of
-    the call.
+    outside of its tracing do not count; without others it is `outer`, of the call.
     """
     calls: list[str] = []
-    packages: set[str] = set()
-    library = ""
+    in_linalg, library = False, ""
     for file, function, line in _frames(eqn):
         package = _package(file)
         if package is None:
             name = _UNNAMED.sub("", function)
-            return Place(file, line, tuple(calls), frozenset(packages), name, library)
+            return Place(file, line, tuple(calls), in_linalg, name, library)
         if not library and package not in _INTERNAL:
             library = f"{file.rpartition('-packages/')[2]}:{line}"
         calls.append(function)
-        packages.add("linalg" if "linalg" in file else package)
+        in_linalg |= "linalg" in file
     return outer._replace(
         calls=(*calls, *outer.calls),
-        packages=outer.packages | packages,
+        in_linalg=in_linalg or outer.in_linalg,
         library=library or outer.library,
     )
 
@@ -67,9 +65,7 @@ def place_of(eqn: JaxprEqn, outer: Place) -> Place:
 def place_of_caller() -> Place:
     """Returns the line of user code that is running now."""
     frame, _ = user_frame()
-    if frame is None:
-        return Place(None, None)
-    return Place(frame.f_code.co_filename, frame.f_lineno)
+    return Place(frame.f_code.co_filename, frame.f_lineno) if frame else Place()
 
 
 def place_of_function(fun: Function, otherwise: Place) -> Place:
@@ -96,12 +92,11 @@ def _frames(eqn: JaxprEqn) -> Iterator[tuple[str, str, int]]:
 
 @functools.cache
 def _package(file: str) -> str | None:
-    """Returns the library of a source file, "" for autocast, None for user code."""
+    """Returns the library of a source file, or None for user code."""
     if file.startswith("<"):
         return "python" if file.startswith(("<frozen", "<attrs", "<@")) else None
     if file.startswith(_ROOT):
-        # The user did not write the casts of autocast.
-        return "" if "_autocast" in file.removeprefix(_ROOT) else "jmp_scale"
+        return "jmp_scale"
     if installed := _INSTALLED.match(file):
         return installed[1]
     return "python" if file.startswith(sysconfig.get_path("stdlib")) else None
@@ -110,5 +105,5 @@ def _package(file: str) -> str | None:
 def is_own_wrapper(fun: Function) -> bool:
     """Whether a function is one of ours around the user's, as that of `autocast`."""
     code = getattr(fun, "__code__", None)
-    is_ours = code is not None and _package(code.co_filename) in ("", "jmp_scale")
+    is_ours = code is not None and _package(code.co_filename) == "jmp_scale"
     return is_ours and hasattr(fun, "__wrapped__")

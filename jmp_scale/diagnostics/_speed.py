@@ -85,10 +85,8 @@ def compare_speed(
       TypeError: as `compare_gradients`.
     """
     function = "compare_speed"
-    half, full = (
-        Loss(function, fun, args, argnums, has_aux, transform)
-        for fun in (half_loss, loss)
-    )
+    given = args, argnums, has_aux, transform
+    half, full = (Loss(function, fun, *given) for fun in (half_loss, loss))
     arrays, rejoin = concrete_arrays(function, args)
 
     def gradient(loss: Loss, s: float) -> Callable[[Arrays], Backward]:
@@ -97,16 +95,11 @@ def compare_speed(
     s, run_half = 1.0, jax.jit(lambda s, arrays: half.run(s, rejoin(arrays)))
     if "float16" in narrow_dtypes(run_half.trace(jnp.float32(1), arrays).jaxpr):
         _, s = start_of(function, None).found(lambda s: run_half(s, arrays))
-    jax.eval_shape(gradient(full, 1.0), arrays)  # an error of the loss comes out
-    found = compare(
-        "value and gradient",
-        {
-            "float32": compiling(gradient(full, 1.0), arrays),
-            "half precision": compiling(gradient(half, s), arrays),
-        },
-        _SECONDS,
-        gradient_of=lambda found: found.leaves,
-    )
+    gradients = {"float32": gradient(full, 1.0), "half precision": gradient(half, s)}
+    jax.eval_shape(gradients["float32"], arrays)  # an error of the loss comes out
+    programs = {name: compiling(fun, arrays) for name, fun in gradients.items()}
+    title = "value and gradient"
+    found = compare(title, programs, _SECONDS, gradient_of=lambda x: x.leaves)
     full_row, half_row, *_ = found.rows
     gain = half_row.gain
     if gain is None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 C = TypeVar("C", bound=type)
 T = TypeVar("T")
@@ -41,11 +41,7 @@ def table(
 
 def printed(cls: C) -> C:
     """Makes `str` and `repr` of a result its `summary()`, as a notebook shows it."""
-
-    def summary(self: Any) -> str:
-        return self.summary()
-
-    cls.__str__ = cls.__repr__ = summary  # pyright: ignore[reportAttributeAccessIssue]
+    cls.__str__ = cls.__repr__ = cls.summary  # pyright: ignore[reportAttributeAccessIssue]
     return cls
 
 

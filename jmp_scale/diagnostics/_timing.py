@@ -82,18 +82,13 @@ def compare(
     gradient_of: Callable[[Any], PyTree] | None = None,
     flops: float | None = None,
 ) -> Comparison:
-    """Compiles programs by name, and runs them in turn for about `seconds`.
+    """Runs programs in turn for about `seconds`, and compares them with the first one.
 
-    Compilations are not counted, so that a slow compiler leaves out no program.
-
-    Args:
-      title: what the programs have in common.
-      programs: the first one is what the others are compared with.
-      seconds: of the rounds; there are three rounds or more.
-      gradient_of: finds the gradient in a program's results, for `Row.error`.
-      flops: operations of one call, for `Row.teraflops`.
+    Compilations are not counted, so that a slow compiler leaves out no program. A
+    gradient is found by `gradient_of` in results; `flops` are those of one call.
     """
     base, reference = next(iter(programs)), None
+    control = base + CONTROL
     rows = {name: Row(name) for name in programs}
     samples: dict[str, Callable[[], float]] = {}
     for name, compile_ in programs.items():
@@ -111,7 +106,6 @@ def compare(
             rows[name].error = relative_error(gradient_of(results), reference)
     if base in samples:
         # The control runs at the end of a round, as far from the base as the others.
-        control = base + CONTROL
         samples[control] = samples[base]
         rows[control] = dataclasses.replace(rows[base], program=control)
     times = _times(samples, seconds, rows)
@@ -123,8 +117,7 @@ def compare(
         if name != base and base in times:
             pairs = zip(times[base], own, strict=True)
             rows[name].gain = Ratio.of([a / b for a, b in pairs])
-    *_, last = rows.values()
-    noise = last.gain if last.program == base + CONTROL else None
+    noise = rows[control].gain if control in rows else None
     believable = max(noise.high, 1 / noise.low) if noise else None
     return Comparison(title, tuple(rows.values()), believable)
 
@@ -172,10 +165,7 @@ def relative_error(grads: PyTree, reference: PyTree) -> float:
 
 
 def compiling(fun: Function, *args: PyTree, carried: int = 0) -> Compile:
-    """Returns a function that compiles `fun` to be run with these arguments.
-
-    The first `carried` ones are donated, and replaced by the first results.
-    """
+    """Returns a function that compiles `fun`; results replace `carried` arguments."""
 
     def compile_() -> Program:
         state = args[:carried]
@@ -211,10 +201,7 @@ def seconds_of(run: Callable[[], object], calls: int) -> float:
 def _times(
     samples: Mapping[str, Callable[[], float]], seconds: float, rows: Mapping[str, Row]
 ) -> dict[str, list[float]]:
-    """Returns the seconds of a call, by program and round.
-
-    A program that fails, such as for want of memory, is left out and gets a note.
-    """
+    """Returns the seconds of a call by program and round; a failure gets a note."""
     times: dict[str, list[float]] = {name: [] for name in samples}
     end = time.perf_counter() + seconds
     for i in range(_ROUNDS.stop):

@@ -1,6 +1,7 @@
 """`compare_gradients`: the errors of a half-precision gradient, and at which S."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -138,10 +139,6 @@ class GradientComparison(NamedTuple):
 
     def summary(self, k: int = 20) -> str:
         """Returns whether half precision is precise enough, and the k worst leaves."""
-
-        def badness(leaf: LeafComparison) -> tuple[bool, float]:
-            return not (leaf.is_noise and leaf.finite), leaf.error
-
         whole = math.hypot(*(leaf.norm for leaf in self.leaves))
         errors = percent(self.error), percent(self.float32_error)
         rows: list[tuple[str, ...]] = [
@@ -149,7 +146,8 @@ class GradientComparison(NamedTuple):
             ("(all)", f"{whole:.2e}", *errors, "", ""),
             ("(all, scaled to one size)", "", percent(self.scaled_error), "", "", ""),
         ]
-        for leaf in sorted(self.leaves, key=badness, reverse=True):
+        worst = sorted(self.leaves, key=lambda x: (x.is_noise and x.finite, -x.error))
+        for leaf in worst:
             shares = map(percent, (leaf.error, leaf.float32_error, leaf.lost))
             cells = f"{leaf.norm:.2e}", *shares, "yes" if leaf.finite else "no"
             rows.append((leaf_name(leaf.path), *cells))
@@ -199,7 +197,6 @@ def compare_gradients(
     given = args, argnums, has_aux, transform
     half, full = (Loss(function, fun, *given) for fun in (half_loss, loss))
     start = start_of(function, loss_scale)
-    tried = () if loss_scales is None else tuple(sorted(map(float, loss_scales)))
     arrays, rejoin = concrete_arrays(function, args)
     # JAX adds up the cotangents of an array in its own dtype.
     wide = promote_to_float32(arrays)
@@ -207,8 +204,9 @@ def compare_gradients(
     run = compiled(lambda arrays: full.run(1.0, rejoin(arrays)))
     run_half = compiled(lambda s, arrays: half.run(s, rejoin(arrays)))
     dtypes = narrow_dtypes(run_half.trace(jnp.float32(1.0), arrays).jaxpr)
-    if loss_scales is None and "float16" in dtypes:
-        tried = _TRIED
+    if loss_scales is None:
+        loss_scales = _TRIED if "float16" in dtypes else ()
+    tried = tuple(sorted(map(float, loss_scales)))
     reference = Reference(run, wide)
     found = reference.compared(*start.found(lambda s: run_half(s, arrays)))
     at = [reference.compared(run_half(jnp.float32(s), arrays), s) for s in tried]
@@ -228,13 +226,9 @@ def window_of(
 
     `errors` has, for each of the increasing `scales`, the errors of the leaves.
     """
-    runs: list[list[int]] = [[]]
-    for i, works_here in enumerate(works):
-        if works_here:
-            runs[-1].append(i)
-        else:
-            runs.append([])
-    run = _without_inexact_one(max(runs, key=len), scales, errors)
+    groups = itertools.groupby(range(len(works)), works.__getitem__)
+    runs = [[*group] for works_here, group in groups if works_here]
+    run = _without_inexact_one(max(runs, key=len, default=[]), scales, errors)
     if not run:
         return None
     lowest, highest = scales[run[0]], scales[run[-1]]
@@ -341,12 +335,11 @@ def _verdict(found: GradientComparison) -> str:
         return "Nothing was compared: no number of half_loss is half precision."
     # Another loss scale helps if any works.
     cure = "" if found.window else " sensitive_products finds what must stay float32."
-    is_forward = not math.isfinite(found.half_loss)
-    if is_forward or not all(leaf.finite for leaf in found.leaves):
+    what = "gradient" if math.isfinite(found.half_loss) else "loss"
+    if what == "loss" or not all(leaf.finite for leaf in found.leaves):
         return (
-            f"Not precise enough: the {'loss' if is_forward else 'gradient'} is not "
-            f"finite at loss scale {power(found.loss_scale)}: run "
-            "diagnose_nonfinite(half_loss, ...)."
+            f"Not precise enough: the {what} is not finite at loss scale "
+            f"{power(found.loss_scale)}: run diagnose_nonfinite(half_loss, ...)."
         )
     lost = [leaf for leaf in found.leaves if leaf.is_lost]
     if lost:

@@ -1,4 +1,4 @@
-"""What is known about the values of a traced program, equation by equation."""
+"""What is known about the values and the work of a traced program, by equation."""
 
 import dataclasses
 import functools
@@ -11,7 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
+from ..._autocast.dot_general import ALGORITHMS
+from ..._autocast.products import matrix_sizes
 from ..._jaxpr import (
+    PRODUCTS,
     SAME_ENTRIES,
     Atom,
     constant,
@@ -31,6 +34,10 @@ _MOST_OF_A_MASK = 8
 _NUMBERS = ("float", "bfloat", "int", "uint")
 _ADDITIONS = ("add", "add_any", "sub", "scatter-add")
 _SLICE_GRADIENTS = words("dynamic_update_slice pad scatter scatter-add")
+_FLOATING = ("float", "bfloat", "complex")
+_NARROW = ("float16", "bfloat16", "float8", "float4")
+# Algorithms that compute in half precision, whatever the dtype of the operands.
+_DTYPES = {preset: dtype for dtype, preset in ALGORITHMS.items()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -331,3 +338,38 @@ def entries_added(eqn: JaxprEqn) -> int:
             # Some element receives at least this many updates.
             return size(eqn.invars[2]) // max(size(eqn.invars[0]), 1)
     return 0
+
+
+def flops(eqn: JaxprEqn) -> int:
+    """Counts multiplications and additions of a matrix product or convolution."""
+    name = eqn.primitive.name
+    if name not in PRODUCTS or not dtype_name(eqn.outvars[0]).startswith(_FLOATING):
+        return 0
+    left, right, result = eqn.invars[0], eqn.invars[1], eqn.outvars[0]
+    if sizes := matrix_sizes(eqn):
+        return 2 * size(result) * math.prod(sizes[0].contracted)
+    if name == "conv_general_dilated":
+        features = shape(right)[eqn.params["dimension_numbers"].rhs_spec[0]]
+        # Zeros inside a dilated input are not multiplied.
+        zeros = math.prod(eqn.params["lhs_dilation"])
+        return 2 * size(result) * (size(right) // max(features, 1)) // zeros
+    # A ragged product: each row of the first operand meets one group of the second.
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+    others = {*contracted, *batch, *numbers.rhs_group_dimensions}
+    free = [n for axis, n in enumerate(shape(right)) if axis not in others]
+    return 2 * size(left) * math.prod(free)
+
+
+def operand_dtypes(eqn: JaxprEqn) -> str:
+    """Returns the dtypes of the first two operands, joined by " x " if they differ."""
+    algorithm = eqn.params.get("precision")
+    if algorithm in _DTYPES:
+        return _DTYPES[algorithm]
+    operands = eqn.invars[:2] or eqn.outvars
+    return " x ".join(dict.fromkeys(map(dtype_name, operands)))
+
+
+def is_narrow(dtypes: str) -> bool:
+    """Whether all dtypes, joined by " x ", have 16 bits or less."""
+    return all(dtype.startswith(_NARROW) for dtype in dtypes.split(" x "))

@@ -26,11 +26,11 @@ from ..._autocast.products import Product, becomes_half
 from ..._autocast.provenance import Origin, Reading
 from ..._jaxpr import JaxprEqn, NameStack, Program, Var
 from ..._tree import promote_to_float32, split_arrays
-from ..._types import PyTree
+from ..._types import Arrays, PyTree
 from .._backward import ALL_ROUNDINGS, Backward, Loss, Start, concrete_arrays
 from .._source import Place, begin_user_code, place_of
 from .comparison import GradientComparison, Reference, judged_error
-from .work import flops
+from .facts import flops
 
 _NUMBER = re.compile(r"float32_or_half_(\d+)")
 _MOST_FLAGS = 4096  # flags of the compiled program, one for each group
@@ -78,27 +78,19 @@ class Probe:
     ) -> None:
         self._loss, self._forward, self._backward = loss, forward, backward
         self._start = start
-        arrays, rejoin = concrete_arrays(loss.function, loss.args)
+        arrays, self._rejoin = concrete_arrays(loss.function, loss.args)
         # As the gradients of `compare_gradients`, these are of float32 parameters.
         self._arrays = promote_to_float32(arrays)
         self._by_place: dict[Hashable, ProductGroup] = {}
-        cast: set[int] = set()  # numbers of those that `autocast` casts
+        self._cast: set[int] = set()  # numbers of those that `autocast` casts
         self.work = 0  # of all
-
-        def program(
-            flags: jax.Array, s: jax.Array, arrays: list[jax.Array]
-        ) -> Backward:
-            fun = functools.partial(self._flagged, flags, cast)
-            flagged = dataclasses.replace(loss, fun=fun, has_aux=False)
-            return flagged.run(s, rejoin(arrays))
-
         # At level 3 small products need six times as long to compile, and run as fast.
         options = {**ALL_ROUNDINGS, "xla_backend_optimization_level": 1}
-        self._program = jax.jit(program, compiler_options=options)
+        self._program = jax.jit(self._backward_pass, compiler_options=options)
         in_float32 = np.zeros(_MOST_FLAGS, bool), jnp.float32(1)
         run = functools.partial(self._program, *in_float32)
         self.reference = Reference(run, self._arrays)
-        self.groups = [g for g in self._by_place.values() if g.number in cast]
+        self.groups = [g for g in self._by_place.values() if g.number in self._cast]
 
     def error(self, half: Sequence[ProductGroup]) -> float:
         """Returns the error of the gradient with these products in half precision."""
@@ -113,7 +105,14 @@ class Probe:
         found = start.found(lambda s: self._program(flags, s, self._arrays))
         return self.reference.compared(*found)
 
-    def _flagged(self, flags: jax.Array, met: set[int], *args: PyTree) -> jax.Array:
+    def _backward_pass(
+        self, flags: jax.Array, s: jax.Array, arrays: Arrays
+    ) -> Backward:
+        fun = functools.partial(self._flagged, flags)
+        flagged = dataclasses.replace(self._loss, fun=fun, has_aux=False)
+        return flagged.run(s, self._rejoin(arrays))
+
+    def _flagged(self, flags: jax.Array, *args: PyTree) -> jax.Array:
         arrays, rejoin = split_arrays(args)
 
         def loss(*arrays: jax.Array) -> jax.Array:
@@ -128,9 +127,9 @@ class Probe:
             traces=Traces(),
             notes=Notes(warned=set()),
             flags=flags,
-            met=met,
+            met=self._cast,
         )
-        program = self._numbered(program, (), Place(None, None), 1)
+        program = self._numbered(program, (), Place(), 1)
         origins = [Origin.PARAMETER] * len(arrays)
         return flagged.evaluate(program, origins, *arrays)[0]
 

@@ -2,7 +2,8 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,13 +18,30 @@ from ..._types import Function, PyTree
 from .._backward import Loss
 from .._source import Place, begin_user_code, place_of_caller, place_of_function
 from .._tables import printed, table
-from . import work
-from .facts import SourceLine
+from .facts import Equation, SourceLine, flops, is_narrow, operand_dtypes
 from .rules import SEVERITIES, Finding, finding_at, full_matmuls, location
 from .walk import Walk
-from .work import Operation
 
 _REPORTS = itertools.count()
+
+
+class Operation(NamedTuple):
+    """How often a program runs an operation in a dtype, forward and backward.
+
+    Attributes:
+      primitive: JAX's name of the operation.
+      dtype: dtype of its operands, joined by " x " if they differ.
+      executions: how often it runs. In a scan each iteration counts, in a while loop
+        one iteration, in a cond each branch.
+      flops: floating-point operations of matrix products and convolutions, else 0.
+      share: share of the program's `flops`, from 0 to 1.
+    """
+
+    primitive: str
+    dtype: str
+    executions: int
+    flops: int
+    share: float
 
 
 @printed
@@ -54,9 +72,10 @@ class PrecisionReport(NamedTuple):
         parts = [f"{n} {s}{'s' if n > 1 else ''}" for n, s in counts if n]
         lines.append(", ".join(parts) or "No findings.")
         rows = [("operation", "operands", "runs", "share")]
-        for name, dtype, executions, flops, share in self.operations:
-            if flops:
-                rows.append((name, dtype, str(executions), f"{100 * share:.1f} %"))
+        for row in self.operations:
+            if row.flops:
+                numbers = str(row.executions), f"{100 * row.share:.1f} %"
+                rows.append((row.primitive, row.dtype, *numbers))
         if not rows[1:]:
             return "\n".join([*lines, "No matrix products or convolutions."])
         lines.append(
@@ -97,8 +116,8 @@ def precision_report(
       ValueError: as `transform`, whose errors tell what cannot be differentiated.
     """
     checked = Loss("precision_report", fun, args, argnums, has_aux, transform)
-    keywords: dict[str, object] = {"has_aux": True} if has_aux else {}
-    if not (isinstance(argnums, int) and argnums == 0):
+    keywords: dict[str, object] = {"has_aux": has_aux}
+    if argnums != 0:
         keywords["argnums"] = argnums  # Equinox has no such argument
     caller = place_of_caller()
 
@@ -114,7 +133,7 @@ def precision_report(
     gradients = pair[1] if isinstance(pair, tuple) and len(pair) == 2 else None
     forward = Walk(program, caller, zero)
     backward = Walk(differentiated, caller, zero, differentiated=True)
-    operations = work.operations(backward.operations)
+    operations = _operations(backward.operations)
     keeps_digits = find_half_storage((args, opt_state))
     place = place_of_function(fun, caller)
     found = [
@@ -126,7 +145,7 @@ def precision_report(
         # autocast left products in float32 on purpose, so the user need not cast them.
         *(() if forward.autocasts else full_matmuls(backward.operations)),
     ]
-    half = sum(row.flops for row in operations if work.is_narrow(row.dtype))
+    half = sum(row.flops for row in operations if is_narrow(row.dtype))
     unread = [e for e in forward.unread if "debug" not in e.name]
     return PrecisionReport(
         tuple(_one_per_line(found)),
@@ -202,6 +221,19 @@ def _overflowing_constants(forward: Walk, lines: list[SourceLine]) -> Iterator[F
         )
         for line in filter(any, lines):
             yield finding_at(Place(*line), "half-constant", "error", message, dtype)
+
+
+def _operations(equations: Iterable[Equation]) -> tuple[Operation, ...]:
+    """Sums up equations by primitive and dtype, most matrix work first."""
+    runs: Counter[tuple[str, str]] = Counter()
+    work: Counter[tuple[str, str]] = Counter()
+    for equation in equations:
+        row = equation.name, operand_dtypes(equation.eqn)
+        runs[row] += equation.times
+        work[row] += equation.times * flops(equation.eqn)
+    total = max(work.total(), 1)
+    table = [Operation(*row, runs[row], work[row], work[row] / total) for row in runs]
+    return tuple(sorted(table, key=lambda row: (-row.flops, row.primitive, row.dtype)))
 
 
 def _one_per_line(found: list[Finding]) -> Iterator[Finding]:

@@ -18,12 +18,14 @@ from .facts import (
     Equation,
     SourceLine,
     entries_added,
+    flops,
     is_integer,
     is_lost,
+    is_narrow,
+    operand_dtypes,
     rounded,
     transfer,
 )
-from .work import flops, is_narrow, operand_dtypes
 
 FLOAT16_MAX = 65504
 _LONG = 4096
@@ -274,7 +276,7 @@ def full_matmuls(equations: Iterable[Equation]) -> Iterator[Finding]:
     wide = [e for e in products if not is_narrow(operand_dtypes(e.eqn))]
     for equation in wide if len(wide) < len(products) else ():
         # A solve, or its derivative, needs the precision.
-        if stays_float32(equation.eqn) or "linalg" in equation.place().packages:
+        if stays_float32(equation.eqn) or equation.place().in_linalg:
             continue
         message = (
             f"a matrix product runs in {operand_dtypes(equation.eqn)} while others are "

@@ -155,7 +155,7 @@ def sensitive_products(
         )
         if not half and forward == "float16" and not math.isfinite(whole.half_loss):
             advice += "\nThe forward pass leaves float16's range: try bfloat16."
-    share = _work(half) / total
+    share = sum(group.work for group in half) / total
     advice += f"\n{100 * share:.1f} % of the matrix work is half precision."
     return SensitiveProducts(tuple(rows), keep, share, before, after, advice)
 
@@ -187,17 +187,14 @@ def _loss_scale_at_fault(probe: Probe, start: Start, tolerance: float) -> str:
     )
 
 
-def _work(groups: Iterable[ProductGroup]) -> int:
-    return sum(group.work for group in groups)
-
-
 def _names(
     required: Sequence[ProductGroup], groups: Sequence[ProductGroup]
 ) -> tuple[str, ...]:
     """Returns names that match the required groups, and as few others as possible."""
 
     def others(name: str) -> int:
-        return _work(g for g in groups if g.is_kept(name) and g not in required)
+        kept = [g for g in groups if g.is_kept(name) and g not in required]
+        return sum(group.work for group in kept)
 
     chosen: list[str] = []
     for group in required:

@@ -10,12 +10,8 @@ from ..._tree import is_data, is_module
 from ..._types import Function, PyTree
 from .._tables import printed, with_progress
 from .step_calls import Check
+from .step_passes import PASSES
 from .step_rules import RULES, Level
-from .step_scaling import several_s
-from .step_state import applied_step, infinite_s, nan_in_batch, next_step, spike
-
-# Later passes read the findings of earlier ones.
-_PASSES = applied_step, several_s, next_step, infinite_s, spike, nan_in_batch
 
 
 @printed
@@ -135,7 +131,7 @@ def check_step(
     if holder is not None:
         check.add("state out of reach", what=f"A {type(holder).__name__}")
         return StepCheck(_problems(check), ("anything",), 0)
-    for run_pass in with_progress(_PASSES, "check_step"):
+    for run_pass in with_progress(PASSES, "check_step"):
         run_pass(check)
         if check.is_over:
             break

@@ -1,6 +1,8 @@
 """`HealthLog`: describes the state of a run and its last steps, by sentences."""
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -9,7 +11,6 @@ from ..._state import LossScaleState
 from ..._types import PyTree
 from .history import LossScaleHistory
 from .metrics import find_states
-from .trends import trend_findings
 
 _DIAGNOSE = "diagnose_nonfinite(loss_fn, loss_scale, params, batch)"
 
@@ -49,7 +50,14 @@ _SENTENCES = {
 
 _NORMAL_RATE = 0.01  # of skipped steps; a default period causes 0.0005
 
+# The checks of losses and norms were tuned on runs that go wrong and runs that do not:
+# `benchmarks/health_validation.py` prints how often each is right on other runs.
+_LEAST_STEPS = 40  # with fewer, an early bump looks like a run that goes wrong
+_RECENT = 100  # steps that the checks of updates and of norms cover
+_WIDE = 101  # steps of a running median: longer than an oscillation or a burst
+
 Steps = dict[str, np.ndarray]  # of `LossScaleHistory.to_dict`
+KindAndValues = tuple[str, dict[str, Any]]  # a finding, and what its sentence names
 
 
 class HealthLog:
@@ -79,9 +87,6 @@ class HealthLog:
             steps with these numbers. Omit losses of adversarial training: they rise and
             fall by design.
 
-        Returns:
-          Sentences; an empty list if there is nothing new to report.
-
         Raises:
           ValueError: there is no such state in `opt_state`.
           TypeError: the state has a leading axis of replicas or of a `vmap`.
@@ -99,7 +104,7 @@ def _findings(opt_state: PyTree, history: LossScaleHistory | None) -> dict[str, 
     steps, found = None, []
     if history is not None and history.pushed > 0:
         steps = history.to_dict()
-        found += [("", *finding) for finding in trend_findings(history)]
+        found += [("", *finding) for finding in _trends(history, steps)]
     for path, state in states:
         prefix = f"{path}: " if len(states) > 1 else ""
         # What is said of the last steps replaces the recorded rate.
@@ -155,3 +160,102 @@ def _frequent(steps: Steps) -> tuple[str, str] | None:
     last = f"{count} of the last {size} steps were skipped ({count / size:.1%}"
     last += f", {spike.sum()} as spikes; last at step {listed})"
     return "loss not finite" if is_of_loss else "frequent skips", last
+
+
+def _trends(history: LossScaleHistory, steps: Steps) -> Iterator[KindAndValues]:
+    """Yields what goes wrong with finite losses and norms, of the applied steps."""
+    keep = steps["applied"]
+    columns = {name: x[keep].astype(np.float64) for name, x in steps.items()}
+    yield from _norm_findings(columns, float(history.first_norm))
+    keep = np.isfinite(columns["loss"])
+    if keep.sum() >= _LEAST_STEPS:
+        loss, step = columns["loss"][keep], columns["step"][keep].astype(int)
+        yield from _loss_findings(loss, step, float(history.first_loss))
+        yield from _unsteady(loss, step, float(history.first_loss))
+
+
+def _norm_findings(columns: Steps, first: float) -> Iterator[KindAndValues]:
+    """Findings on updates that rounding loses, and on gradient norms that grow."""
+    norms = columns["grad_norm"][np.isfinite(columns["grad_norm"])]
+    known = np.isfinite(columns["lost_magnitude"])
+    magnitude = columns["lost_magnitude"][known][-_RECENT:]
+    entries = columns["lost_entries"][known][-_RECENT:]
+    # Near a minimum small updates are lost too, but not needed.
+    is_steep = len(norms) == 0 or np.median(norms[-_RECENT:]) > 0.2 * first
+    if len(magnitude) >= _LEAST_STEPS and np.median(magnitude) > 0.7 and is_steep:
+        values = {"entries": np.median(entries), "magnitude": np.median(magnitude)}
+        yield "lost updates", {"steps": len(magnitude), **values}
+
+    # The norm has grown a hundredfold, and is still growing.
+    if len(norms) >= 2 * _RECENT:
+        now, before = np.median(norms[-_LEAST_STEPS:]), np.median(norms[:-_RECENT])
+        if now > 100 * first and now > 10 * before:
+            yield "growing norm", {"first": first, "norm": now}
+
+
+def _loss_findings(
+    loss: np.ndarray, step: np.ndarray, first: float
+) -> Iterator[KindAndValues]:
+    """Findings on finite losses, by their medians over blocks of steps."""
+    block = max(3, min(20, len(loss) // 10))  # steps of a median
+    blocks = loss[len(loss) % block :].reshape(-1, block)
+    medians = np.median(blocks, 1)
+    # The lower of the last two blocks, so that a single burst does not count.
+    current = float(medians[-2:].min())
+    best, best_block = float(min(medians[:-2].min(), first)), np.argmin(medians[:-2])
+    best_step = int(step[len(loss) % block :][best_block * block + block - 1])
+    values = {"first": first, "current": current, "steps": len(loss), "more": ""}
+
+    # The loss has lost a quarter of what training had gained. In a fresh history of a
+    # trained model nothing has been gained. The limit is then a quarter of the loss or,
+    # if the loss is near zero, six standard deviations within the blocks.
+    scatter = np.median([_scatter(x) for x in blocks])
+    if current - best > max(0.25 * (first - best), 0.25 * abs(best), 6 * scatter):
+        yield "loss diverges", {"best": best, "best_step": best_step, **values}
+
+    # The loss rose to a multiple of its start, and stayed near it for 150 steps.
+    peak = int(np.argmax(loss))
+    rose = loss[peak] > first + 2 * abs(first) and len(loss) - peak > 150
+    if rose and first - current < 0.25 * abs(first):
+        more = f", and {loss[peak]:.3g} at step {step[peak]}"
+        yield "no progress", {**values, "more": more}
+
+    start, now = np.median(loss[:20]), np.median(loss[-_RECENT:])
+    if step[0] == 0 and len(loss) >= 3 * _WIDE and start - now < 0.02 * abs(start):
+        yield "no progress", values
+
+
+def _unsteady(
+    loss: np.ndarray, step: np.ndarray, first: float
+) -> Iterator[KindAndValues]:
+    """Findings on a loss that swings or leaps."""
+    if len(loss) < 3 * _WIDE:
+        return
+    ends = np.pad(loss, _WIDE // 2, mode="reflect")
+    windows = np.lib.stride_tricks.sliding_window_view(ends, _WIDE)
+    level = np.median(windows, 1)
+    # What training has gained counts, so that noise near a loss of zero does not.
+    size = np.maximum(np.abs(level), 0.25 * (first - level))
+    leaps = np.divide(loss - level, size, out=np.zeros_like(loss), where=size > 0)
+
+    # A swing is one line of the spectrum. Noise has no line, and bursts have many.
+    power = np.abs(np.fft.rfft(np.clip(leaps, -2, 2))) ** 2
+    lines = power[1:-1] + power[:-2] + power[2:]
+    line = int(np.argmax(lines[4:])) + 5
+    amplitude = 2 * np.sqrt(lines[line - 1]) / len(loss)
+    if amplitude > 0.3 and lines[line - 1] > 0.35 * power[1:].sum():
+        yield "loss oscillates", {"swing": amplitude, "period": len(loss) / line}
+
+    burst = leaps > max(1, 10 * _scatter(leaps))
+    if loss.min() > 0:  # the losses of many batches spread like exp of noise
+        ratio = np.log(loss / level)
+        burst &= ratio > 5 * _scatter(ratio)
+    starts = step[1:][burst[1:] & ~burst[:-1]]
+    if len(starts) >= max(5, 0.015 * len(loss)):
+        values = {"bursts": len(starts), "every": int(np.median(np.diff(starts)))}
+        yield "bursts", {"steps": len(loss), **values}
+
+
+def _scatter(x: np.ndarray) -> float:
+    """Returns the standard deviation, as that of most entries."""
+    return 1.4826 * float(np.median(np.abs(x - np.median(x))))

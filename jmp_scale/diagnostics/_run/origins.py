@@ -18,7 +18,6 @@ _CALLS = CALLS | words("""
     autocast_linear checkpoint custom_jvp_call custom_vjp_call remat2""")
 # Operations that compute each entry of the result from the same entry of the operands.
 _ENTRYWISE = words("add add_any convert_element_type div exp mul sub")
-_NOWHERE = Place(None, None)
 
 
 class Origin(NamedTuple):
@@ -44,7 +43,7 @@ def origin_of(
 ) -> Origin:
     """Runs a program of named arrays, and returns where its NaN or infinity is from."""
     given = [*map(_of_given, arrays, names)]
-    _, (found,) = _run(jax.make_jaxpr(program)(arrays), arrays, given, _NOWHERE)
+    _, (found,) = _run(jax.make_jaxpr(program)(arrays), arrays, given, Place())
     return found
 
 
@@ -154,7 +153,7 @@ def _place(eqn: core.JaxprEqn, eqns: Sequence[core.JaxprEqn], outer: Place) -> P
     ins, outs = set(_jaxpr.variables(eqn.invars)), set(eqn.outvars)
     readers = [e for e in eqns if outs & set(_jaxpr.variables(e.invars))]
     read = [e for e in eqns if ins & set(e.outvars)]
-    places = [place_of(e, _NOWHERE) for e in (eqn, *readers, *read)]
+    places = [place_of(e, Place()) for e in (eqn, *readers, *read)]
     return next((p for p in places if p.file), place_of(eqn, outer))
 
 

@@ -78,6 +78,12 @@ class Run:
         return {p: self.change(p) for p in self.after if p not in self.check.ours}
 
     @property
+    def weights(self) -> list[Path]:
+        """Returns the floating-point leaves that are not an optimizer's."""
+        floats = [path for path, change in self.changes.items() if change.is_float]
+        return [path for path in floats if path not in self.check.in_optimizers]
+
+    @property
     def broken(self) -> list[Path]:
         """Returns the leaves that the call made infinite or NaN."""
         return [path for path, c in self.changes.items() if not c.stays_finite]
@@ -97,7 +103,11 @@ class Run:
 class Check:
     """A step and its arguments, for all passes, and what they found so far."""
 
-    base: Run  # an applied step at S = 8, with which others are compared
+    base: Run  # an applied step, with which others are compared
+    s = 8.0  # of the base
+    window = 1  # calls until an accumulated step ends
+    count = 0  # of calls
+    is_over = False  # whether later passes cannot run
 
     def __init__(
         self, step: Function, args: PyTree, kwargs: PyTree, carried: Sequence[int]
@@ -111,10 +121,10 @@ class Check:
         args = jax.tree.map(_as_dynamic, args, is_leaf=_is_scale)
         pairs, self._join = _flat(args)
         self._leaves = {_path_of(keys): leaf for keys, leaf in pairs}
-        self.names: dict[Path, str] = {}  # as a reader writes them, `args[0]['w']`
-        for path, (keys, _) in zip(self._leaves, pairs, strict=True):
-            end = jax.tree_util.keystr(keys[1 : len(path)])
-            self.names[path] = labels[int(path[0])] + end
+        self.names = {  # as a reader writes them, `args[0]['w']`
+            path: labels[int(path[0])] + jax.tree_util.keystr(keys[1 : len(path)])
+            for path, (keys, _) in zip(self._leaves, pairs, strict=True)
+        }
         self.start = {path: x for path, x in self._leaves.items() if is_data(x)}
         # Variables of NNX outside of modules, as in an optimizer's state, are results.
         modules = [_path_of(keys) for keys, _ in find_nodes(is_module, args)]
@@ -131,12 +141,9 @@ class Check:
         self.has_optimizer = bool(optimizers or self.scales or self.states)
         with_s = all(map(find_loss_scale_states, optimizers))
         self.has_other_optimizers = bool(self.states) and not with_s
-        self.s = 8.0  # of the base
-        self.window = 1  # calls until an accumulated step ends
         self.found: dict[str, tuple[str, list[str]]] = {}  # text and places by rule
         self.not_checked: list[str] = []
         self.raised: list[str] = []  # calls that raised, with the error of the first
-        self.count, self.is_over = 0, False  # of calls; whether later passes cannot run
 
     def _below(self, *nodes: Path) -> set[Path]:
         """Returns the arrays in these nodes."""
@@ -178,10 +185,11 @@ class Check:
 
     def with_other_weights(self, s: float | None = None) -> Run | None:
         """Calls an applied step with other values outside of the optimizers."""
-        values = {}
-        for path, change in self.base.changes.items():
-            if change.is_float and change.ndim and path not in self.in_optimizers:
-                values[path] = 1.5 * host(self.start[path]).astype(np.float64) + 0.01
+        values = {
+            path: 1.5 * host(self.start[path]).astype(np.float64) + 0.01
+            for path in self.base.weights
+            if self.base.changes[path].ndim
+        }
         run = self.run("other weights", s, values=values) if values else None
         return run if run is not None and run.is_applied else None
 
@@ -205,7 +213,9 @@ class Check:
             new[*scale, "loss_scale"] = np.float32(self.s if is_base else s)
             new[*scale, "counter"] = counter
         before |= {path: _like(before[path], value) for path, value in new.items()}
-        args = self._copies(before)
+        leaves = [before.get(path, old) for path, old in self._leaves.items()]
+        arrays = jax.Array, np.ndarray  # copied, since a step may donate them
+        args = self._join([x.copy() if isinstance(x, arrays) else x for x in leaves])
         self.count += 1
         first = len(args) - len(self._keywords)
         keywords = dict(zip(self._keywords, args[first:], strict=True))
@@ -219,12 +229,6 @@ class Check:
             return None
         return Run(self, before, *self._after(before, args, out))
 
-    def _copies(self, values: Named) -> PyTree:
-        """Returns copies of the arguments, since a step may donate them."""
-        leaves = [values.get(path, old) for path, old in self._leaves.items()]
-        arrays = jax.Array, np.ndarray
-        return self._join([x.copy() if isinstance(x, arrays) else x for x in leaves])
-
     def _after(self, before: Named, args: PyTree, out: PyTree) -> tuple[Named, Named]:
         """Returns the leaves after a call, and all other results."""
         results = _named(out)
@@ -232,9 +236,8 @@ class Check:
             plain = {p: x for p, x in before.items() if p not in self._in_modules}
             whole = self.states + self.scales
             self._places = _matched(plain, results, whole, self._carried)
-        pairs = self._places.items()
         after = {p: x for p, x in _named(args).items() if p in self._in_modules}
-        after |= {p: results[q] for p, q in pairs if q in results}
+        after |= {p: results[q] for p, q in self._places.items() if q in results}
         after = {p: x for p, x in after.items() if np.shape(x) == np.shape(before[p])}
         used = set(self._places.values())
         return after, {q: x for q, x in results.items() if q not in used}
@@ -262,7 +265,7 @@ def _is_of_optimizer(node: PyTree) -> bool:
 def _flat(tree: PyTree) -> tuple[list[tuple[KeyPath, Leaf]], Function]:
     """Returns keys and leaves, and a function that makes such a tree of others."""
     graph, nnx = None, sys.modules.get("flax.nnx")
-    if nnx and any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module))):
+    if nnx and find_nodes(is_module, tree):
         graph, tree = nnx.split(tree)
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
 
@@ -330,11 +333,7 @@ def _like(leaf: Leaf, value: ArrayLike) -> Leaf:
 def _matched(
     before: Named, results: Named, whole: Sequence[Path], carried: Sequence[int]
 ) -> dict[Path, Path]:
-    """Returns the path of the result that is the next value of each argument's leaf.
-
-    It has the same names and shapes: those of an argument, or of parts except of those
-    in `whole`. Of several results that match, the nearest one is taken.
-    """
+    """Returns the path of the result that is the next value of each argument's leaf."""
     ours, theirs = _subtrees(before), _subtrees(results)
     found: dict[Path, Path] = {}
     for position in carried:
@@ -348,6 +347,7 @@ def _matched(
     places: dict[Form, list[Path]] = {}
     for place, form in theirs.items():
         places.setdefault(form, []).append(place)
+    # It has the names and shapes of an argument, or of a part, but not within `whole`.
     inside = {p for p in ours if any(p != w and p[: len(w)] == w for w in whole)}
     pairs: list[tuple[int, int, float, dict[Path, Path]]] = []
     for path, form in ours.items():
@@ -357,7 +357,7 @@ def _matched(
                 gaps = (difference(before[p], results[q]) for p, q in leaves.items())
                 gap = sum(float(np.nansum(np.abs(x))) for x in gaps)
                 pairs.append((-len(form), len(path), gap, leaves))
-    # The largest parts first: parameters have the form of their moments.
+    # The largest, then the nearest parts: parameters have the form of their moments.
     for *_, leaves in sorted(pairs, key=lambda pair: pair[:3]):
         is_free = found.keys().isdisjoint(leaves)
         if is_free and not set(leaves.values()).intersection(found.values()):

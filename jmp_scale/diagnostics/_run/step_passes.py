@@ -1,4 +1,7 @@
-"""Checks what applied and skipped steps do to the state."""
+"""The passes of `check_step`: each calls the step with other values."""
+
+import itertools
+from collections import Counter, defaultdict
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +11,14 @@ from .step_calls import Check, Path, Run, has_moved, host, is_float, sampled
 
 _MOST_CALLS = 16  # until a window of accumulation ends
 _FEW_CALLS = 8  # after these, the call in which most leaves change is taken
+# log2 of S. A clip's threshold may lie between, and it may leave only the ends alone.
+_POWERS = (-17, -15, -13, -9, -5, -1, 3, 9, 11, 13)
+_FLAT = -13  # log2 of S at which a clip of scaled gradients does nothing yet
+_GROWS = 2**30  # a counter at which S grows, whatever its period
 # Values of a guard to which each norm is a spike.
 _SPIKE = {"accepted": 2**29, "norm_steps": 2**29, "norm_mean": -1e3, "in_a_row": 0}
+
+Rows = dict[float, np.ndarray]  # the change of a leaf, or a result, by log2 of S
 
 
 def applied_step(check: Check) -> None:
@@ -62,13 +71,10 @@ def _of_results(check: Check, first: Run) -> None:
 
 
 def _go_on(check: Check) -> Run:
-    """Calls on until a window of accumulation ends, or a warm-up has begun.
-
-    Makes the call in which most leaves change the base; returns the last one.
-    """
+    """Calls on until most leaves change, makes that call the base; returns the last."""
     run, best = check.base, -1
     for count in range(1, 1 + _MOST_CALLS):
-        floats = _outside(check, run)
+        floats = run.weights
         learned = sum(map(run.moved, floats))
         counts = all(counted == "finite" for counted in run.counted.values())
         if counts and learned > best:
@@ -88,7 +94,7 @@ def _of_changes(check: Check, first: Run, last: Run) -> None:
     """Checks what some applied steps changed, and what S and a guard saw of them."""
     changed = {p for p, x in last.after.items() if has_moved(first.before[p], x)}
     check.is_over = not changed
-    weights = _outside(check, last)
+    weights = last.weights
     # A window of MultiSteps may be longer.
     in_window = any(path[-1] == "mini_step" for path in changed)
     if not (weights or changed):
@@ -120,10 +126,107 @@ def _differs(leaf: Leaf, is_mapped: bool) -> bool:
     return is_copy and not all(np.allclose(parts[0], x, 1e-2, 0) for x in parts)
 
 
-def _outside(check: Check, run: Run) -> list[Path]:
-    """Returns the floating-point leaves that are not an optimizer's."""
-    floats = [path for path, change in run.changes.items() if change.is_float]
-    return [path for path in floats if path not in check.in_optimizers]
+def several_s(check: Check) -> None:
+    """Checks the same step at several S: nothing may grow or fall with S."""
+    table: dict[Path, Rows] = defaultdict(dict)
+    for power in _POWERS if check.scales else ():
+        run: Run | None = check.base
+        if 2.0**power != check.s:
+            run = check.run(f"S = 2^{power}", 2.0**power)
+        if check.is_alike(run):
+            for path, row in _rows(run, power).items():
+                table[path][power] = row
+    state = {path: rows for path, rows in table.items() if path in check.base.changes}
+    if check.scales and not state:
+        check.add("nothing comes back")
+    elif state and not any(x.any() for rows in state.values() for x in rows.values()):
+        check.add("gradients of zero")
+    clipped = _clipped(check, state)
+    for path in clipped:
+        check.add("clipped while scaled", path)
+    for path, slope in [(path, _slope(rows)) for path, rows in table.items()]:
+        if slope > 0 and path in state:
+            check.add("never unscaled", path)
+        elif slope < 0 and path in state and not clipped:
+            check.add("unscaled twice", path)
+        elif slope and path in check.base.after and path not in state:
+            check.add("reported scaled", path)
+        elif slope and path[0] == "result" and "scale" not in "".join(path).lower():
+            where = "".join(f"[{key}]" for key in path[1:])
+            check.add("reported scaled", f"result{where}")
+
+
+def _rows(run: Run, power: float) -> dict[Path, np.ndarray]:
+    """Returns changes of the state, results and the guard's loss, but not S itself."""
+    results = {("result", *p): x for p, x in run.results.items() if is_float(x)}
+    means = [(*state, "guard", "loss_mean") for state in run.check.states]
+    results |= {path: run.after[path] for path in means if path in run.after}
+    rows = {path: sampled(host(x)) for path, x in results.items()}
+    floats = {path: c for path, c in run.changes.items() if c.is_float}
+    values = rows | {path: change.new for path, change in floats.items()}
+    rows |= {path: change.step for path, change in floats.items()}
+    s = 2.0 ** np.array([power - 1, power, power + 1])  # as it is, or as it is next
+    return {p: row for p, row in rows.items() if not np.isin(values[p], s).all()}
+
+
+def _slope(rows: Rows) -> int:
+    """Returns 1 or -1 if entries grow or fall with S or a power of it, else 0."""
+    votes: Counter[int] = Counter()
+    for low, high in itertools.pairwise(sorted(rows)):
+        old, new = rows[low], rows[high]
+        # What underflows at the smaller S is no slope: it counts as infinite.
+        usable = np.isfinite(old) & np.isfinite(new) & (new != 0)
+        with np.errstate(divide="ignore"):
+            slopes = np.log2(np.abs(new[usable] / old[usable])) / (high - low)
+        for sign in (1, -1) if slopes.size else ():
+            gaps = np.abs(sign * slopes[:, None] - [1, 2, 3]).min(1)
+            share = np.mean(gaps < 0.15)
+            if share > 0.5:
+                # Few entries may agree by chance, or by rounding, once or twice.
+                # Entries that are equal agree as one.
+                is_few = np.unique(new).size < 8
+                votes[sign] += 2 if is_few else 6 if share > 0.95 else 3
+    enough = 6 if len(rows) > 2 else 3
+    return next((sign for sign in (1, -1) if votes[sign] >= enough), 0)
+
+
+def _clipped(check: Check, table: dict[Path, Rows]) -> list[Path]:
+    """Returns moments, or else parameters, that change alike at small S, then less."""
+    flat = [path for path, rows in table.items() if _FLAT in rows]
+    moments = [path for path in flat if path in check.in_optimizers]
+    found = [path for path in moments or flat if _stays_then_falls(table[path])]
+    # Gradients that are unscaled twice are large at a small S, where the optimizer may
+    # clip them: other weights leave the size of their change.
+    run = check.with_other_weights(2.0**_FLAT) if found else None
+    if run is not None:
+        old = np.linalg.norm([np.linalg.norm(table[path][_FLAT]) for path in found])
+        new = np.linalg.norm([np.linalg.norm(run.change(p).step) for p in found])
+        if np.abs(new - old) < 1e-3 * old:
+            return []
+    return found
+
+
+def _stays_then_falls(rows: Rows) -> bool:
+    """Whether a change is the same at two small S, and less at the largest."""
+    steps = [rows[power] for power in sorted(rows)]
+    for low, high in itertools.pairwise(steps):
+        size = np.linalg.norm(high)
+        if size and np.linalg.norm(high - low) < 0.1 * size:
+            return bool(np.linalg.norm(steps[-1]) < 0.7 * size)
+    return False
+
+
+def growing_s(check: Check) -> None:
+    """Checks that a step in which S grows is the same as one in which S stays."""
+    run = check.run("a growing S", counter=_GROWS) if check.scales else None
+    if run is None or run.skipped or not run.moved((*check.scales[0], "loss_scale")):
+        return
+    s = host(run.after[*check.scales[0], "loss_scale"]).max()
+    low, high = float(np.log2(check.s)), float(np.log2(s))
+    old, new = _rows(check.base, low), _rows(run, high)
+    for path in run.changes:
+        if path in old and path in new and _slope({low: old[path], high: new[path]}):
+            check.add("unscaled by the next S", path)
 
 
 def next_step(check: Check) -> None:
@@ -140,7 +243,7 @@ def next_step(check: Check) -> None:
         return
     other = check.with_other_weights() if losses and moments else None
     if other and all(other.change(p).is_as(run.changes[p]) for p in moments):
-        check.add("captured parameters", _outside(check, run)[0])
+        check.add("captured parameters", run.weights[0])
 
 
 def infinite_s(check: Check) -> None:
@@ -177,13 +280,12 @@ def _of_one_scale(check: Check, run: Run, scale: Path) -> None:
         check.add("S not used", place)
     if run.skipped or {"S never adjusted", "gradients of zero"} & check.found.keys():
         return
-    _left_finite(check, run)
-    usual, optimizers = check.base.changes, check.in_optimizers.intersection(run.after)
+    usual = check.base.changes
     if run.broken:
-        return
-    if all(change.is_as(usual[path]) for path, change in run.changes.items()):
+        _left_finite(check, run)
+    elif all(change.is_as(usual[path]) for path, change in run.changes.items()):
         check.add("S not used", place)
-    elif check.states and not any(map(run.moved, optimizers)):
+    elif check.states and not any(map(run.moved, check.in_optimizers)):
         check.add("state put back", place)
     elif check.states or not check.fixed:
         check.add("overflow hidden", place)
@@ -199,14 +301,12 @@ def _left_finite(check: Check, run: Run) -> None:
 
 
 def _left_unchanged(check: Check, run: Run, again: Run | None = None) -> None:
-    """Checks that a skipped step changes no finite leaf; `again` is skipped after it.
-
-    Counters, data and statistics of all steps change as on any other step.
-    """
+    """Checks that a skip changes no finite leaf; `again` is a skip that follows it."""
     # Other optimizers skip nothing, as their gradients have no S.
     changes = {} if check.has_other_optimizers else run.changes
     for path, change in changes.items():
         counts = not change.is_float or np.isin(change.step, (0, 1)).all()
+        # Counters, data and statistics of all steps change as on any other step.
         is_usual = counts or change.is_as(check.base.changes[path])
         if change.ndim and change.stays_finite and not is_usual:
             is_copy = again is not None and not again.moved(path)
@@ -246,3 +346,7 @@ def nan_in_batch(check: Check) -> None:
                 _left_unchanged(check, run)
         return
     check.not_checked.append("a NaN: no argument was found that makes the loss NaN")
+
+
+# Later ones read the findings of earlier ones.
+PASSES = applied_step, growing_s, several_s, next_step, infinite_s, spike, nan_in_batch

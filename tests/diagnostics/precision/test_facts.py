@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 from jmp_scale._jaxpr import PRODUCTS, equations
-from jmp_scale.diagnostics._precision.work import flops
+from jmp_scale.diagnostics._precision.facts import flops
 
 GROUPS = jnp.array([3, 5])
 

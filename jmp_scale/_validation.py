@@ -55,7 +55,8 @@ class Arguments:
     def number(self, argument: str, value: Any) -> float:
         """Returns `value`, also a concrete 0-d array, as a Python number."""
         is_bool = isinstance(value, bool) or getattr(value, "dtype", None) == np.bool_
-        if is_bool or not isinstance(value, (int, float, *_ARRAYS)):
+        is_scalar = isinstance(value, (int, float, *_ARRAYS)) and np.shape(value) == ()
+        if is_bool or not is_scalar:
             raise TypeError(self.message(argument, "a real number", value))
         return float(value)
 

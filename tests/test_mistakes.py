@@ -144,7 +144,7 @@ MISTAKES = {
         "min_loss_scale to be at most max_loss_scale = 0.7, got 0.8",
     ),
     "a misspelt name": (lambda: get_loss_scale("dynamics"), 'known are "none"; "dyn'),
-    "no number": (lambda: get_loss_scale("dynamic:big"), "unknown loss scale"),
+    "several S": (lambda: get_loss_scale(jnp.ones(2)), "loss_scale to be a real num"),
     "a huge number": (lambda: get_loss_scale("10**999"), "unknown loss scale"),
     "a name with a number": (lambda: get_loss_scale("f16:2"), "unknown loss scale"),
     "a low start": (lambda: get_loss_scale("dynamic:0"), "expected loss_scale to be"),

@@ -57,6 +57,7 @@ class _Program:
         self.halves: set[Var] = set()
         self._casts: dict[Var, Atom] = {}  # casts to float32: the result, the operand
         self._plain: set[Var] = set()  # computed from integers and literals alone
+        self._wide: set[Var] = set()  # as float32, from stored arrays alone
         self._tables = {*tables}
         self._rows: set[Var] = set()  # of tables, that data chooses
         for v in stored:
@@ -87,7 +88,14 @@ class _Program:
         name = eqn.primitive.name
         # Zeros, to which a loop adds the gradients that a program computes itself.
         starts = self._plain.intersection(others) if is_entered(eqn) else ()
-        if self.renamed.keys().isdisjoint(floating) and not starts:
+        known = self._wide.union(self._plain, self.renamed, self.dtypes)
+        if known.issuperset(floating) and name not in _jaxpr.PRODUCTS:
+            self._wide.update(filter(_jaxpr.is_float32, eqn.outvars))
+        if name == "convert_element_type" and not self._wide.isdisjoint(floating):
+            self.eqns.append(eqn)
+            for v in filter(is_in_half, eqn.outvars):
+                self._cast(v, self._rename(v), eqn)
+        elif self.renamed.keys().isdisjoint(floating) and not starts:
             self.eqns.append(eqn)
         elif name == "convert_element_type" and _jaxpr.is_float32(eqn.outvars[0]):
             self._casts[eqn.outvars[0]] = self.renamed[floating[0]]

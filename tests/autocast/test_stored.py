@@ -26,6 +26,7 @@ N, MANY = 16, 512
 W, X, STACK, TABLE = arrays((N, N), (MANY, 4, N), (4, N, N), (40, N), scale=0.2)
 B = jnp.zeros(N)
 n32 = functools.partial(jnp.asarray, dtype=jnp.float32)
+norm = jnp.linalg.norm
 EMBED = linen.Embed(40, N).apply
 
 
@@ -260,6 +261,7 @@ PROGRAMS = {
         W,
     ),
     "made by a rule": (made(lambda d, w: straight(w)), W),
+    "made in float32": (made(lambda d, w: 4 * w / norm(n32(w)).astype(w.dtype)), W),
     "made with data": (made(lambda d, w: w * jnp.tanh(d.x[0, :1]).astype(w.dtype)), W),
     "reference": (referred, W),
     "cancelling": (cancelling, 1 + W[0], W[1], W),
@@ -306,6 +308,8 @@ def case(name, *dtype):
 
 
 CASES = [case(*each) for each in itertools.product(PROGRAMS, ROUNDING)]
+# In float16 the rounding of the norm itself is as large as what is allowed.
+CASES.remove(case("made in float32", "float16"))
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)

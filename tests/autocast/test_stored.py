@@ -107,7 +107,8 @@ def moved(d, w, s):
 def in_half_with_data(d, scale, slope, bias, w):
     """Operations that repeat the entries of a weight for half-precision data."""
     h = d.x.astype(bias.dtype) * scale + bias[None, None]
-    return near(n32(jnp.maximum(h, h * slope[None, None])) @ w)
+    # jaxlib 0.12 adds up a product over two axes in half precision on CPUs.
+    return near(n32(jnp.maximum(h, h * slope[None, None])).reshape(-1, N) @ w)
 
 
 def unrolled(d, w):

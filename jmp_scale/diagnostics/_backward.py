@@ -63,9 +63,10 @@ class Loss:
         given = self.fun, loss_scale, self.argnums, self.has_aux, self.transform
         value, grads = differentiated(self.function, *given, {})(*args)
         pairs = jax.tree_util.tree_leaves_with_path(grads)
-        leaves = {jax.tree_util.keystr(path): x for path, x in pairs if is_inexact(x)}
+        leaves = [(path, x) for path, x in pairs if is_inexact(x)]
+        paths = tuple(jax.tree_util.keystr(path) for path, _ in leaves)
         loss = value[0] if self.has_aux else value
-        return Backward(loss, list(leaves.values()), tuple(leaves))
+        return Backward(loss, [x for _, x in leaves], paths)
 
 
 class Start(NamedTuple):

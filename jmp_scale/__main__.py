@@ -24,7 +24,7 @@ def main(
     argv: Sequence[str] | None = None,
     *,
     side: int | None = None,
-    sizes: machine.Sizes | None = None,
+    sizes: machine.ModelSizes | None = None,
     seconds: tuple[float, float] = _SECONDS,
 ) -> None:
     """Prints the report. The last three are for tests: small sizes, little time."""

@@ -322,23 +322,23 @@ def repeats(eqn: JaxprEqn) -> int:
     return (loop and loop.trips) or 1
 
 
-class Rule(NamedTuple):
+class CustomRule(NamedTuple):
     """The rule of a custom_jvp call: (primals, tangents) to results and tangents."""
 
     jaxpr: ClosedJaxpr
     zeros: Sequence[bool]  # the results without a tangent, which the jaxpr leaves out
 
 
-def jvp_rule(eqn: JaxprEqn) -> Rule | None:
+def jvp_rule(eqn: JaxprEqn) -> CustomRule | None:
     """Returns the rule of a custom_jvp call; None if it cannot be read."""
     with contextlib.suppress(Exception):
         if (box := _box_of(eqn)) is not None:
-            return Rule(_boxed_rule(box), [False] * len(eqn.outvars))
+            return CustomRule(_boxed_rule(box), [False] * len(eqn.outvars))
         # JAX asks of each tangent whether it is zero; the rule is traced for no zeros.
         primals = len(eqn.invars) - eqn.params["num_consts"]
         traced = eqn.params["jvp_jaxpr_fun"].call_wrapped(*[False] * primals)
         jaxpr, consts, zeros = traced
-        return Rule(ClosedJaxpr(bare(jaxpr), consts), zeros)
+        return CustomRule(ClosedJaxpr(bare(jaxpr), consts), zeros)
     return None
 
 

@@ -24,7 +24,7 @@ from ._tree import cast_floating
 from ._types import PyTree
 from .diagnostics._timing import Comparison, Compile, Program, compare, compiling
 
-Loss = Callable[[PyTree, jax.Array], jax.Array]
+LossFunction = Callable[[PyTree, jax.Array], jax.Array]
 Programs = dict[str, Compile]  # by name
 HALVES = ("bfloat16", "float16")
 
@@ -106,7 +106,7 @@ def advice(products: Comparison, platform: str) -> str:
     )
 
 
-class Sizes(NamedTuple):
+class ModelSizes(NamedTuple):
     """Sizes of the model and its batch."""
 
     layers: int
@@ -117,22 +117,22 @@ class Sizes(NamedTuple):
     vocabulary: int
 
 
-USUAL = Sizes(4, 768, 12, 1024, 4, 50_257)
-FOR_CPU = Sizes(2, 128, 4, 128, 2, 1024)
+USUAL = ModelSizes(4, 768, 12, 1024, 4, 50_257)
+FOR_CPU = ModelSizes(2, 128, 4, 128, 2, 1024)
 
 
 class Model(NamedTuple):
     """A loss and its arguments, in float32."""
 
     title: str
-    loss: Loss
+    loss: LossFunction
     params: PyTree
     tokens: jax.Array
 
 
 def gradients(model: Model) -> tuple[str, Programs]:
     """Returns programs that compute the loss and its gradient."""
-    losses: dict[str, tuple[Loss, LossScale]]
+    losses: dict[str, tuple[LossFunction, LossScale]]
     losses = {"float32": (model.loss, NoOpLossScale())}
     for cast, name in ((autocast, "autocast"), (_by_hand, "cast by hand")):
         losses[f"{name}, bfloat16"] = cast(model.loss, "bfloat16"), NoOpLossScale()
@@ -148,7 +148,9 @@ def steps(model: Model) -> tuple[str, Programs]:
     """Returns programs that take one step of AdamW."""
     plain = optax.with_extra_args_support(optax.adamw(1e-4))
 
-    def program(loss: Loss, tx: optax.GradientTransformationExtraArgs) -> Compile:
+    def program(
+        loss: LossFunction, tx: optax.GradientTransformationExtraArgs
+    ) -> Compile:
         def step(params: PyTree, opt_state: PyTree, tokens: jax.Array) -> PyTree:
             loss_scale = NoOpLossScale() if tx is plain else opt_state.loss_scale
             value, grads = value_and_grad(loss, loss_scale)(params, tokens)
@@ -173,7 +175,7 @@ def steps(model: Model) -> tuple[str, Programs]:
     }
 
 
-def gpt(sizes: Sizes) -> Model:
+def gpt(sizes: ModelSizes) -> Model:
     """Builds GPT-2 with tied embeddings, and fewer blocks."""
     layers, width, heads, context, batch, vocabulary = sizes
 
@@ -212,7 +214,7 @@ def gpt(sizes: Sizes) -> Model:
     return Model(title, loss, params, tokens)
 
 
-def _by_hand(loss: Loss, dtype: str) -> Loss:
+def _by_hand(loss: LossFunction, dtype: str) -> LossFunction:
     return lambda *args: loss(*cast_floating(args, dtype))
 
 

@@ -21,7 +21,7 @@ from jmp_scale.diagnostics._timing import (
     compare,
 )
 
-TINY = machine.Sizes(1, 8, 2, 4, 2, 16)
+TINY = machine.ModelSizes(1, 8, 2, 4, 2, 16)
 RATIO = r"\d+\.\d\d \(\d+\.\d\d to \d+\.\d\d\)"
 PRODUCTS = ["float32", "bfloat16", "float16", 'float32, precision "highest"']
 GRADIENTS = [

@@ -117,7 +117,7 @@ def _on_gpu(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     return (_plain if 1 in counts else _JAXS.bind)(lhs, rhs, **params)
 
 
-class Sizes(NamedTuple):
+class OperandSizes(NamedTuple):
     """Sizes of an operand's dimensions, except those of the batch."""
 
     own: list[int]  # the result has them too
@@ -126,13 +126,13 @@ class Sizes(NamedTuple):
 
 def split_sizes(
     shapes: Sequence[Sequence[int]], dimension_numbers: lax.DotDimensionNumbers
-) -> list[Sizes]:
+) -> list[OperandSizes]:
     """Returns the sizes of both operands of a matrix product."""
     found = []
     for shape, contracted, batch in zip(shapes, *dimension_numbers, strict=True):
         others = {*range(len(shape))}.difference(contracted, batch)
         own = [shape[d] for d in sorted(others)]
-        found.append(Sizes(own, [shape[d] for d in contracted]))
+        found.append(OperandSizes(own, [shape[d] for d in contracted]))
     return found
 
 

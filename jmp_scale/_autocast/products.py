@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from .. import _jaxpr
 from .._jaxpr import PRODUCTS, Atom, Jaxpr, JaxprEqn, NameStack, Var, variables
 from .._policy import is_half
-from .dot_general import Sizes, split_sizes, sum_of_terms, wide_dot_general
+from .dot_general import OperandSizes, split_sizes, sum_of_terms, wide_dot_general
 from .marks import CAST
 from .rounding import widened
 
@@ -170,7 +170,7 @@ def has_matrix_work(eqn: JaxprEqn, is_parameter: Callable[[Var], bool]) -> bool:
     return any(is_parameter(v) for v in variables(matrices))
 
 
-def matrix_sizes(eqn: JaxprEqn) -> list[Sizes] | None:
+def matrix_sizes(eqn: JaxprEqn) -> list[OperandSizes] | None:
     """Returns the sizes of a matrix product's operands; None for other products."""
     if eqn.primitive.name != "dot_general":
         return None

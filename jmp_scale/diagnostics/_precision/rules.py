@@ -47,7 +47,7 @@ _LONG_BACKWARD_LOOP = 64
 Severity = Literal["error", "warning", "note"]
 SEVERITIES = ("note", "warning", "error")
 Fault = tuple[Severity, str]  # and the problem with a remedy
-Check = Callable[[Equation], Iterator[Fault]]
+FindFaults = Callable[[Equation], Iterator[Fault]]
 
 
 @printed
@@ -238,7 +238,7 @@ def _half_division(equation: Equation) -> Iterator[Fault]:
     )
 
 
-_BACKWARD: dict[str, Check] = {
+_BACKWARD: dict[str, FindFaults] = {
     "half-sum": _half_sum,
     "half-collective": _half_collective,
     "half-square": _half_square,

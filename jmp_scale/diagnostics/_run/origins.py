@@ -20,7 +20,7 @@ _CALLS = CALLS | words("""
 _ENTRYWISE = words("add add_any convert_element_type div exp mul sub")
 
 
-class Origin(NamedTuple):
+class NonfiniteOrigin(NamedTuple):
     """Where a value that is not finite comes from: an operation, or what was given.
 
     Of several origins the one of the highest rank counts: 0 is an infinity that was
@@ -33,14 +33,14 @@ class Origin(NamedTuple):
     operation: str | None = None
 
 
-_FINITE = Origin()
-_Origins = Sequence[Origin]
+_FINITE = NonfiniteOrigin()
+_Origins = Sequence[NonfiniteOrigin]
 _rank = operator.attrgetter("rank")
 
 
 def origin_of(
     program: Function, arrays: Sequence[jax.Array], names: Sequence[str]
-) -> Origin:
+) -> NonfiniteOrigin:
     """Runs a program of named arrays, and returns where its NaN or infinity is from."""
     given = [*map(_of_given, arrays, names)]
     _, (found,) = _run(jax.make_jaxpr(program)(arrays), arrays, given, Place())
@@ -58,7 +58,7 @@ def _run(
     last_reader = {v: eqn for eqn in inner.eqns for v in _jaxpr.variables(eqn.invars)}
     kept = {*_jaxpr.variables(inner.outvars)}
 
-    def origin(atom: core.Var | core.Literal, place: Place) -> Origin:
+    def origin(atom: core.Var | core.Literal, place: Place) -> NonfiniteOrigin:
         if isinstance(atom, core.Literal) or atom in inner.constvars:
             return _of_constant(value_of(atom, values), place)
         return origins.get(atom, _FINITE)
@@ -83,15 +83,15 @@ def _run(
     return outs, [origin(atom, outer) for atom in inner.outvars]
 
 
-def _of_given(value: jax.Array, name: str) -> Origin:
+def _of_given(value: jax.Array, name: str) -> NonfiniteOrigin:
     kind = _kind(value)
-    return Origin(2 if kind == "NaN" else 0, name) if kind else _FINITE
+    return NonfiniteOrigin(2 if kind == "NaN" else 0, name) if kind else _FINITE
 
 
-def _of_constant(value: jax.Array, place: Place) -> Origin:
+def _of_constant(value: jax.Array, place: Place) -> NonfiniteOrigin:
     if jnp.shape(value) == () and _kind(value) == "infinity":
         # The program names this infinity, so it is no input.
-        return Origin(0, None, f"infinity is written{_at(place)}")
+        return NonfiniteOrigin(0, None, f"infinity is written{_at(place)}")
     shape = ",".join(map(str, jnp.shape(value)))
     name = f"a constant {jnp.result_type(value)}[{shape}]{_at(place)}"
     return _of_given(value, name)
@@ -99,7 +99,7 @@ def _of_constant(value: jax.Array, place: Place) -> Origin:
 
 def _origin(
     eqn: core.JaxprEqn, ins: Arrays, known: _Origins, result: jax.Array, place: Place
-) -> Origin:
+) -> NonfiniteOrigin:
     """Returns the origin of a result: that of an operand, or the equation itself."""
     kind = _kind(result)
     if not kind:
@@ -112,12 +112,12 @@ def _origin(
     gave = f"{_name(eqn)} gave {kind}{_at(place)}"
     if source == _FINITE or _is_new(eqn, ins, result):
         is_mask = (jnp.isfinite(result) | (result == -jnp.inf)).all()
-        return Origin(1 if is_mask else 2, None, gave)
+        return NonfiniteOrigin(1 if is_mask else 2, None, gave)
     if kind == "infinity":
         return source
     if source.rank == 1:  # the -inf of an operation, such as log 0, made this NaN
         return source._replace(rank=2)
-    return Origin(2, source.given, gave)
+    return NonfiniteOrigin(2, source.given, gave)
 
 
 def _is_new(eqn: core.JaxprEqn, ins: Arrays, result: jax.Array) -> bool:

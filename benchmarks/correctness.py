@@ -250,7 +250,7 @@ def verdict(library, subjects, check):
         return "right" if check(subjects[library]) else "**wrong**"
     except ImportError as error:
         return f"not installed: {error.name}"
-    except Exception as error:  # whatever a library raises is its answer
+    except (TypeError, ValueError) as error:  # a library's answer
         return f"**{type(error).__name__}**"
 
 

@@ -88,8 +88,7 @@ class _Program:
         name = eqn.primitive.name
         # Zeros, to which a loop adds the gradients that a program computes itself.
         starts = self._plain.intersection(others) if is_entered(eqn) else ()
-        known = self._wide.union(self._plain, self.renamed, self.dtypes)
-        if known.issuperset(floating) and name not in _jaxpr.PRODUCTS:
+        if all(map(self._is_known, floating)) and name not in _jaxpr.PRODUCTS:
             self._wide.update(filter(_jaxpr.is_float32, eqn.outvars))
         if name == "convert_element_type" and not self._wide.isdisjoint(floating):
             self.eqns.append(eqn)
@@ -128,6 +127,11 @@ class _Program:
             return not (is_alone and stays)
         # `add_any` adds up cotangents, where the program has gradients itself.
         return name == "add_any" or (is_alone and name in _jaxpr.ANY_DTYPE)
+
+    def _is_known(self, v: Var) -> bool:
+        """Whether a variable is computed from stored arrays and literals alone."""
+        known = self._wide, self._plain, self.renamed, self.dtypes
+        return any(v in group for group in known)
 
     def _is_renamed(self, atom: Atom) -> bool:
         return isinstance(atom, Var) and atom in self.renamed

@@ -88,12 +88,12 @@ class _Program:
         name = eqn.primitive.name
         # Zeros, to which a loop adds the gradients that a program computes itself.
         starts = self._plain.intersection(others) if is_entered(eqn) else ()
-        if all(map(self._is_known, floating)) and name not in _jaxpr.PRODUCTS:
+        is_data = name in _jaxpr.PRODUCTS or is_entered(eqn)
+        if not is_data and all(map(self._is_known, floating)):
             self._wide.update(filter(_jaxpr.is_float32, eqn.outvars))
         if name == "convert_element_type" and not self._wide.isdisjoint(floating):
             self.eqns.append(eqn)
-            for v in filter(is_in_half, eqn.outvars):
-                self._cast(v, self._rename(v), eqn)
+            self._widen_results(eqn)
         elif self.renamed.keys().isdisjoint(floating) and not starts:
             self.eqns.append(eqn)
         elif name == "convert_element_type" and _jaxpr.is_float32(eqn.outvars[0]):
@@ -103,13 +103,12 @@ class _Program:
         elif self._can_be_float32(eqn, is_alone and not reads_rows):
             self._add_in_float32(eqn)
             if looks_up_rows(eqn) or (name == "reshard" and reads_rows):
-                self._rows.update(eqn.outvars)
+                self._rows.update(eqn.outvars, map(self.float32_of, eqn.outvars))
         else:
             self._add_in_half(eqn)
             # What a product returns is data, and so is what is computed from rows.
             if is_alone and not reads_rows and name not in _jaxpr.PRODUCTS:
-                for v in filter(is_in_half, eqn.outvars):
-                    self._cast(v, self._rename(v), eqn)
+                self._widen_results(eqn)
 
     def _can_be_float32(self, eqn: JaxprEqn, is_alone: bool) -> bool:
         """Whether it can run in float32, as traced if it reads no other half ones."""
@@ -131,7 +130,7 @@ class _Program:
     def _is_known(self, v: Var) -> bool:
         """Whether a variable is computed from stored arrays and literals alone."""
         known = self._wide, self._plain, self.renamed, self.dtypes
-        return any(v in group for group in known)
+        return v not in self._rows and any(v in group for group in known)
 
     def _is_renamed(self, atom: Atom) -> bool:
         return isinstance(atom, Var) and atom in self.renamed
@@ -143,6 +142,10 @@ class _Program:
 
     def _cast(self, old: Var, new: Var, near: JaxprEqn) -> None:
         self.eqns.append(_jaxpr_rewrite.cast(old, new, near))
+
+    def _widen_results(self, eqn: JaxprEqn) -> None:
+        for v in filter(is_in_half, eqn.outvars):
+            self._cast(v, self._rename(v), eqn)
 
     def _add_in_half(self, eqn: JaxprEqn) -> None:
         """Adds an equation as traced, with casts in front of it."""

@@ -556,6 +556,19 @@ def test_devices_gather_a_matrix_and_add_up_its_gradient_in_half():
     assert {*map(_jaxpr.dtype_name, sent)} == {"bfloat16"}
 
 
+@pytest.mark.parametrize(
+    "scaled", [lambda x: x, lambda x: (n32(x) * 3).astype(x.dtype)]
+)
+def test_rows_of_a_stored_table_are_data_that_stays_half(scaled):
+    def loss(table, w):
+        return near(jnp.tanh(scaled(table[DATA.ids])) @ w)
+
+    stored = [x.astype("bfloat16") for x in (TABLE, W)]
+    program = jax.make_jaxpr(autocast(loss, "bfloat16"))(*stored)
+    (tanh,) = (e for e in _jaxpr.equations(program) if e.primitive.name == "tanh")
+    assert _jaxpr.dtype_name(tanh.outvars[0]) == "bfloat16"
+
+
 def constants_of_loops(jaxpr):
     """Shapes of the float32 arrays that loops read in each turn."""
     for eqn in _jaxpr.equations(jaxpr):

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.extend.source_info_util import NameStack
 from jax.sharding import AxisType, Sharding
 
@@ -149,13 +149,7 @@ def with_dtype(v: Var, dtype: np.dtype) -> Var:
 def cast(old: Var, new: Var, near: JaxprEqn) -> JaxprEqn:
     """Returns the equation that casts one variable to another, where `near` is."""
     params = {"new_dtype": _jaxpr.dtype_of(new), "weak_type": False, "sharding": None}
-    return near.replace(
-        primitive=jax.lax.convert_element_type_p,
-        params=params,
-        invars=[old],
-        outvars=[new],
-        effects=frozenset(),
-    )
+    return _of_one(jax.lax.convert_element_type_p, params, old, new, near)
 
 
 def broadcast(old: Var, new: Var, near: JaxprEqn) -> JaxprEqn:
@@ -170,8 +164,15 @@ def broadcast(old: Var, new: Var, near: JaxprEqn) -> JaxprEqn:
         "broadcast_dimensions": tuple(range(missing, len(aval.shape))),
         "sharding": aval.sharding if any(aval.sharding.spec) else None,
     }
+    return _of_one(jax.lax.broadcast_in_dim_p, params, old, new, near)
+
+
+def _of_one(
+    primitive: Primitive, params: dict[str, Any], old: Var, new: Var, near: JaxprEqn
+) -> JaxprEqn:
+    """Returns an equation of one operand and one result, where `near` is."""
     return near.replace(
-        primitive=jax.lax.broadcast_in_dim_p,
+        primitive=primitive,
         params=params,
         invars=[old],
         outvars=[new],

@@ -103,7 +103,8 @@ class _Program:
         elif self._can_be_float32(eqn, is_alone and not reads_rows):
             self._add_in_float32(eqn)
             if looks_up_rows(eqn) or (name == "reshard" and reads_rows):
-                self._rows.update(eqn.outvars, map(self.float32_of, eqn.outvars))
+                rows = map(self.float32_of, eqn.outvars)
+                self._rows.update(eqn.outvars, variables(rows))
         else:
             self._add_in_half(eqn)
             # What a product returns is data, and so is what is computed from rows.

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from sklearn.datasets import load_digits
 
 CONTEXT, WIDTH = 16, 32
 LAYERS = ("attention", "layers")
@@ -34,6 +33,8 @@ class Task(NamedTuple):
 
 @functools.cache
 def tasks() -> dict[str, Task]:
+    from sklearn.datasets import load_digits  # it takes seconds to import
+
     digits = load_digits()
     images = jnp.float32(digits.data / 16)
     labels = jnp.int32(digits.target)

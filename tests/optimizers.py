@@ -14,10 +14,17 @@ from flax import nnx
 import jmp_scale.linen
 import jmp_scale.nnx
 
-PARAMS = {"w": jnp.float32([[1.0, -2.0], [0.5, 3.0]]), "b": jnp.float32([-0.0, 4.0])}
-GOOD = jax.tree.map(lambda p: p / 4 + 0.75, PARAMS)
-STEPS = [jax.tree.map(lambda g, s=s: g * s, GOOD) for s in (1.0, -0.3, 1e-3, 7.0)]
-BAD = {"w": GOOD["w"].at[0, 1].set(jnp.inf), "b": GOOD["b"].at[0].set(jnp.nan)}
+
+@jax.jit  # compiles faster than each operation
+def arrays():
+    params = {"w": jnp.float32([[1, -2], [0.5, 3]]), "b": jnp.float32([-0.0, 4])}
+    good = jax.tree.map(lambda p: p / 4 + 0.75, params)
+    steps = [jax.tree.map(lambda g, s=s: g * s, good) for s in (1.0, -0.3, 1e-3, 7.0)]
+    bad = {"w": good["w"].at[0, 1].set(jnp.inf), "b": good["b"].at[0].set(jnp.nan)}
+    return params, good, steps, bad
+
+
+PARAMS, GOOD, STEPS, BAD = arrays()
 
 
 def schedule(count):

@@ -58,7 +58,6 @@ def in_jit(tool, *args):
 
 X, PARAMS = jnp.ones((4, 4)), jnp.ones(2)
 HALF = autocast(loss, "bfloat16")
-MODEL = equinox.nn.MLP(4, 4, 4, 1, key=jax.random.key(0))
 NETWORK = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
 STATE = with_loss_scale(optax.sgd(1.0)).init(PARAMS)
 
@@ -114,8 +113,8 @@ MISTAKES = {
         r"keep_float32 to be a name or .*, got a bool True; .*keep_float32\(fun\)",
     ),
     "a layer among names": (
-        lambda: autocast(loss, "bfloat16", keep_float32=["a", MODEL]),
-        r"tuple of names, got a MLP .*keep_float32\(fun\)",
+        lambda: autocast(loss, "bfloat16", keep_float32=["a", equinox.nn.Dropout()]),
+        r"tuple of names, got a Dropout .*keep_float32\(fun\)",
     ),
     "a dtype as a context": (
         lambda: in_a_with(autocast("bfloat16")),

@@ -1,23 +1,27 @@
 """The figures show the numbers of the reports, in the axes that are given."""
 
+import importlib
 import sys
 
-import matplotlib as mpl
-
-mpl.use("Agg")
-
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from runs import history_of, recorded
 
-from jmp_scale import diagnostics, plotting
+from jmp_scale import diagnostics
 
 
-@pytest.fixture(autouse=True)
-def closed_figures():
-    yield
+# Matplotlib takes long to import: not in each process that collects the tests.
+@pytest.fixture
+def plt():
+    plt = importlib.import_module("matplotlib.pyplot")
+    plt.switch_backend("Agg")
+    yield plt
     plt.close("all")
+
+
+@pytest.fixture
+def plotting(plt):
+    return importlib.import_module("jmp_scale.plotting")
 
 
 LEAVES = [
@@ -42,7 +46,7 @@ def marked(ax, label):
     return line.get_xydata().tolist()
 
 
-def test_the_loss_scale_is_drawn_with_its_two_kinds_of_skipped_steps():
+def test_the_loss_scale_is_drawn_with_its_two_kinds_of_skipped_steps(plotting, plt):
     figure, given = plt.subplots()
     history = recorded([1, 0, 1, 0], loss_finite=[1, 1, 1, 0])
     (ax,) = plotting.plot_history(history, [given])
@@ -62,7 +66,7 @@ def spike_history(spikes=(3,), loss=2.0):
     return history_of(applied=applied, loss=loss * factor, grad_norm=0.5 * factor)
 
 
-def test_spikes_are_drawn_above_the_losses_and_norms_of_applied_steps():
+def test_spikes_are_drawn_above_the_losses_and_norms_of_applied_steps(plotting):
     top, bottom = plotting.plot_history(spike_history())
     assert marked(top, "skipped: spike") == [[3, 200]]
     assert marked(bottom, "skipped: spike") == [[3, 50]]
@@ -71,7 +75,7 @@ def test_spikes_are_drawn_above_the_losses_and_norms_of_applied_steps():
 
 
 @pytest.mark.parametrize("loss", [2.0, -2.0])
-def test_a_run_without_spikes_is_drawn_whatever_its_losses(loss):
+def test_a_run_without_spikes_is_drawn_whatever_its_losses(plotting, plt, loss):
     figure, axes = plt.subplots(1, 2)
     top, bottom = plotting.plot_history(spike_history((), loss), axes)
     assert (top, bottom) == tuple(axes)
@@ -80,7 +84,7 @@ def test_a_run_without_spikes_is_drawn_whatever_its_losses(loss):
     figure.canvas.draw()
 
 
-def test_each_leaf_shows_its_error_below_the_window_of_loss_scales():
+def test_each_leaf_shows_its_error_below_the_window_of_loss_scales(plotting, plt):
     ax = plotting.plot_gradients(GRADIENTS)
     assert "from $2^{6}$ to $2^{22}$ work; start from $2^{20}$" in ax.get_title()
     assert "at S = $2^{0}$" in ax.get_xlabel()
@@ -96,7 +100,7 @@ def test_each_leaf_shows_its_error_below_the_window_of_loss_scales():
     assert without.get_title() == "Gradient in half precision"
 
 
-def test_reports_with_nothing_to_draw_are_refused():
+def test_reports_with_nothing_to_draw_are_refused(plotting):
     with pytest.raises(ValueError, match="plot_history: expected steps with a loss, a"):
         plotting.plot_history(diagnostics.LossScaleHistory.create(3))
     with pytest.raises(ValueError, match="plot_gradients: expected at least one leaf"):

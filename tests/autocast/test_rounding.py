@@ -14,7 +14,8 @@ from jmp_scale import autocast
 SIZE = 20_000
 H, W, V = arrays((8, 16), (16, SIZE), (SIZE, 4), scale=3)
 IMAGES, KERNEL = arrays((2, 130, 130, 3), (3, 3, 3, 2), scale=2)
-LABELS = jax.random.categorical(jax.random.key(0), H @ W)  # as of a trained model
+# As of a trained model.
+LABELS = jax.jit(lambda h, w: jax.random.categorical(jax.random.key(0), h @ w))(H, W)
 ALL_ROUNDINGS = {"xla_allow_excess_precision": False}
 
 

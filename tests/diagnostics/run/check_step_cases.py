@@ -20,14 +20,17 @@ import jmp_scale
 import jmp_scale.nnx
 from jmp_scale.linen import TrainState
 
-KEYS = jax.random.split(jax.random.key(0), 4)
-PARAMS = {
-    "w1": jax.random.normal(KEYS[0], (4, 16)) / 2,
-    "w2": jax.random.normal(KEYS[1], (16, 2)) / 4,
-}
-OTHERS = jax.tree.map(lambda p: 0.9 * p, PARAMS)
-W = jax.random.normal(KEYS[2], (4, 2)) / 2
-X = jax.random.normal(KEYS[3], (16, 4))
+
+@jax.jit  # compiles faster than each operation
+def arrays():
+    shapes = (4, 16), (16, 2), (4, 2), (16, 4)
+    w1, w2, w, x = map(jax.random.normal, jax.random.split(KEY, 4), shapes)
+    params = {"w1": w1 / 2, "w2": w2 / 4}
+    return params, jax.tree.map(lambda p: 0.9 * p, params), w / 2, x
+
+
+KEY = jax.random.key(0)
+PARAMS, OTHERS, W, X = arrays()
 
 
 def loss_fn(params, x):
@@ -491,7 +494,7 @@ def pmapped(mistake=None):
     params = jax.tree.map(lambda p: jnp.stack([p] * 2), PARAMS)
     params, state = jax.pmap(lambda p: (p, TX.init(p)), "batch")(params)
     step = jax.pmap(step, "batch", donate_argnums=(0, 1))
-    return step, (params, state, jax.random.split(KEYS[0], 2), X.reshape(2, 8, 4))
+    return step, (params, state, jax.random.split(KEY, 2), X.reshape(2, 8, 4))
 
 
 def in_another_order():

@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import count_traces, one_of
 from losses import forgetful
@@ -64,10 +65,10 @@ def test_an_argument_that_is_not_finite_is_named():
     assert diagnosis.summary().startswith("args[1]['x'] is not finite itself")
 
 
-X = jnp.full((4, 6), 0.5) + jnp.arange(4.0)[:, None] / 10
-W = jnp.eye(6) * 0.3
-MASK = jnp.where(jnp.tril(jnp.ones((4, 4), bool)), 0.0, -jnp.inf)
-EMPTY_ROW = MASK.at[0].set(-jnp.inf)
+X = jnp.float32(np.full((4, 6), 0.5) + np.arange(4.0)[:, None] / 10)
+W = jnp.float32(np.eye(6) * 0.3)
+MASK = jnp.float32(np.where(np.tri(4), 0.0, -np.inf))
+EMPTY_ROW = jnp.float32([[-np.inf] * 4, *np.asarray(MASK)[1:]])
 
 
 # Losses of parameters and a batch. A comment stands at the line that is at fault, and

@@ -36,7 +36,8 @@ def program_of(page):
 # What a page's own program promotes: bfloat16 weights meet float32 inputs and a bias.
 PROMOTES = {"docs/half-parameters.md"}
 PAGES = [
-    *("README.md", "docs/flax.md", "docs/half-parameters.md"),
+    *("README.md", "docs/half-parameters.md"),
+    pytest.param("docs/flax.md", marks=pytest.mark.slow),
     pytest.param("docs/devices.md", marks=pytest.mark.slow),
 ]
 

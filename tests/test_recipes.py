@@ -93,6 +93,7 @@ operations = precision_report(loss, w, x).operations
 assert [row.flops for row in operations if row.flops] == [2 * 2 * 4 * 16 * 32]
 """
 
+QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # to compile
 # Tracebacks name the recipe.
 RUN = """
 import json, sys
@@ -153,7 +154,7 @@ def test_recipes_work_as_written(tmp_path):
     run = subprocess.run(
         [sys.executable, "-c", RUN],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env={**os.environ, **QUICK, "PYTHONPATH": str(tmp_path)},
         input=json.dumps({"counter": COUNTER, "rule": RULE, "product": PRODUCT}),
         capture_output=True,
         text=True,

@@ -299,8 +299,9 @@ def errors_of(fun, weights, dtype, wrap=jax.jit, half=autocast, within=False):
 # One rounding of each entry: 2^-9 of it at most.
 ROUNDING = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
 # One of each kind runs by default, in the dtype with the larger errors.
-SIBLINGS = "moved", "fori", "map", "carry, policy", "made by map", "made by scan"
-SIBLINGS += "linen", "batches", "nested", "pmap", "exported", "branches of platforms"
+SIBLINGS = "moved", "fori", "map", "made by map", "made by scan", "carry, policy"
+SIBLINGS += "carry, factor", "linen", "batches", "nested", "pmap", "exported"
+SIBLINGS += ("branches of platforms",)
 
 
 def case(name, *dtype):

@@ -1,7 +1,6 @@
 """What all benchmarks share: arguments, a timing loop, the report."""
 
 import argparse
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -18,6 +17,7 @@ from _tables import Table as Table
 from tqdm import tqdm
 
 import jmp_scale
+from jmp_scale._machine import versions
 from jmp_scale.diagnostics._timing import Ratio, seconds_of
 
 PACKAGES = "jax jaxlib libtpu jax-cuda12-plugin optax flax jmp mixed-precision-for-JAX"
@@ -100,8 +100,8 @@ def report(tables, device=None):
         kind = jax.devices()[0].device_kind
         device = f"{jax.device_count()} x {kind} ({_processor()})"
     command = shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])
-    versions = {"python": platform.python_version()} | _versions()
-    used = ", ".join(" ".join(pair) for pair in versions.items())
+    found = {"jmp_scale": jmp_scale.__version__} | versions(PACKAGES)
+    used = ", ".join(" ".join(pair) for pair in found.items())
     date = time.strftime("%Y-%m-%d")
     print(f"`python benchmarks/{command}`, {date}, {device}; {used}.\n")
     print(_tables.markdown(tables))
@@ -111,16 +111,6 @@ def _warm_up(run: Callable[[], Any]) -> float:
     """Runs twice, the first time to compile; seconds of the second."""
     seconds_of(run, 1)
     return seconds_of(run, 1)
-
-
-def _versions() -> dict[str, str]:
-    found = {"jmp_scale": jmp_scale.__version__}
-    for name in PACKAGES.split():
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _processor() -> str:

@@ -47,10 +47,10 @@ _TF32 = (
 )
 
 
-def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the installed packages that compute."""
+def versions(packages: str = _PACKAGES) -> dict[str, str]:
+    """Returns the versions of Python and of those packages that are installed."""
     found = {"python": platform.python_version()}
-    for name in _PACKAGES.split():
+    for name in packages.split():
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -26,6 +26,10 @@ TX = jmp_scale.with_loss_scale(
 GUARDED = jmp_scale.with_loss_scale(
     optax.adam(1e-2), jmp_scale.DynamicLossScale(2.0, period=2), guard=GUARD
 )
+# A non-finite loss that is given as `value` leaves S alone, as does a spike.
+each_skip = pytest.mark.parametrize(
+    ("tx", "bad", "with_value"), [(TX, OVERFLOWS, False), (GUARDED, LEAPS, True)]
+)
 
 
 def data(size):

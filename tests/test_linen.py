@@ -13,17 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training import train_state
-from helpers import (
-    GOOD,
-    GUARD,
-    GUARDED,
-    LEAPS,
-    OVERFLOWS,
-    TX,
-    assert_bitwise_equal,
-    count_traces,
-    data,
-)
+from helpers import GOOD, GUARD, TX, assert_bitwise_equal, count_traces, data, each_skip
 
 import jmp_scale
 from jmp_scale.linen import TrainState
@@ -86,13 +76,7 @@ def kept(state):
     return jax.tree.map(jnp.copy, tree)
 
 
-@pytest.mark.parametrize(
-    ("tx", "bad", "with_value"),
-    [
-        (TX, OVERFLOWS, False),
-        (GUARDED, LEAPS, True),
-    ],
-)
+@each_skip
 def test_a_skipped_step_leaves_all_that_the_state_keeps_bit_identical(
     tx, bad, with_value
 ):
@@ -108,7 +92,6 @@ def test_a_skipped_step_leaves_all_that_the_state_keeps_bit_identical(
     state, _ = step(state, data(bad), key)
     assert_bitwise_equal(kept(state), before)
     assert (int(state.opt_state.skipped), int(state.step)) == (1, 4)
-    # A non-finite loss that is given as `value` leaves S alone, as does a spike.
     assert float(state.loss_scale.loss_scale) == (s if with_value else s / 2)
     state, loss = step(state, data(GOOD), key)
     assert np.isfinite(float(loss))

@@ -9,13 +9,12 @@ import pytest
 from flax import nnx
 from helpers import (
     GOOD,
-    GUARDED,
-    LEAPS,
     OVERFLOWS,
     TX,
     assert_bitwise_equal,
     count_traces,
     data,
+    each_skip,
 )
 
 import jmp_scale
@@ -67,13 +66,7 @@ def values(model):
     return [jnp.asarray(leaf) for leaf in jax.tree.leaves(state)]
 
 
-@pytest.mark.parametrize(
-    ("tx", "bad", "with_value"),
-    [
-        (TX, OVERFLOWS, False),
-        (GUARDED, LEAPS, True),
-    ],
-)
+@each_skip
 def test_a_skipped_step_leaves_all_that_training_keeps_bit_identical(
     tx, bad, with_value
 ):
@@ -87,7 +80,6 @@ def test_a_skipped_step_leaves_all_that_training_keeps_bit_identical(
     step(model, optimizer, data(bad))
     assert_bitwise_equal(snapshot(model, optimizer), before)
     assert int(optimizer.opt_state.skipped[...]) == 1
-    # A non-finite loss that is given as `value` leaves S alone, as does a spike.
     expected = s if with_value else s / 2
     assert float(optimizer.loss_scale.loss_scale) == expected
     step(model, optimizer, data(GOOD))

@@ -13,50 +13,12 @@ from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
 
 from .. import _jaxpr
-from .linear import linear, live_of
 
 # Algorithms of a GPU's matrix units: half-precision operands, float32 sums and results.
 ALGORITHMS = {
     "float16": lax.DotAlgorithmPreset.F16_F16_F32,
     "bfloat16": lax.DotAlgorithmPreset.BF16_BF16_F32,
 }
-
-
-def bilinear(
-    product: Callable[..., jax.Array],
-    term: Callable[..., jax.Array],
-    operands: Sequence[jax.Array],
-    copies: Sequence[jax.Array],
-) -> jax.Array:
-    """Multiplies copies of two arrays, and differentiates with respect to the arrays.
-
-    `product` computes it from the copies, which are of both operands, and more. Of
-    these `term(side, ...)` is the product with a tangent as the copy `side`.
-    """
-
-    @jax.custom_jvp
-    def run(
-        operands: tuple[jax.Array, ...], copies: tuple[jax.Array, ...]
-    ) -> jax.Array:
-        return product(*copies)
-
-    def rule(primals: Any, tangents: Any) -> Any:
-        # A copy has the tangent of its operand. Its casts are not saved.
-        terms = functools.partial(sum_of_terms, term)
-        return run(*primals), linear(terms, primals[1], live_of(tangents[0]))
-
-    run.defjvp(rule, symbolic_zeros=True)
-    return run((*operands,), (*copies,))
-
-
-def sum_of_terms(
-    term: Callable[..., jax.Array],
-    values: Sequence[jax.Array],
-    live: dict[int, jax.Array],
-) -> jax.Array:
-    """Returns the tangent of a product, a sum of terms with one tangent each."""
-    terms = [term(i, *values[:i], t, *values[i + 1 :]) for i, t in live.items()]
-    return functools.reduce(jnp.add, terms)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))

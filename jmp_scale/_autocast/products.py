@@ -2,18 +2,20 @@
 
 import dataclasses
 import enum
+import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
 from .. import _jaxpr
 from .._jaxpr import PRODUCTS, Atom, Jaxpr, JaxprEqn, NameStack, Var, variables
 from .._policy import is_half
-from .dot_general import OperandSizes, split_sizes, sum_of_terms, wide_dot_general
+from .dot_general import OperandSizes, split_sizes, wide_dot_general
 from .marks import CAST
 from .rounding import widened
 
@@ -106,6 +108,16 @@ class Product:
 
         tangent.__name__ = CAST
         return jax.jit(tangent)
+
+
+def sum_of_terms(
+    term: Callable[..., jax.Array],
+    values: Sequence[jax.Array],
+    live: dict[int, jax.Array],
+) -> jax.Array:
+    """Returns the tangent of a product, a sum of terms with one tangent each."""
+    terms = [term(i, *values[:i], t, *values[i + 1 :]) for i, t in live.items()]
+    return functools.reduce(jnp.add, terms)
 
 
 class Fate(enum.Enum):

@@ -92,12 +92,9 @@ class _Program:
         # Zeros, to which a loop adds the gradients that a program computes itself.
         starts = self._plain.intersection(others) if is_entered(eqn) else ()
         is_cast = name == "convert_element_type"
-        if (
-            is_cast
-            and is_in_half(eqn.outvars[0])
-            and not self._wide.isdisjoint(floating)
-        ):
-            # A sum of half-precision arrays is cast so, which would round its cotangent.
+        is_to_half = is_cast and is_in_half(eqn.outvars[0])
+        if is_to_half and not self._wide.isdisjoint(floating):
+            # As of a sum, whose cotangent that would round.
             self._cast(floating[0], self._rename(eqn.outvars[0]), eqn)
         elif self.renamed.keys().isdisjoint(floating) and not starts:
             self.eqns.append(eqn)

@@ -14,12 +14,11 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from ... import _jaxpr
-from ..._autocast.dot_general import bilinear
 from ..._autocast.higher_order import Part
 from ..._autocast.interpreter import Interpreter, Notes, Values
-from ..._autocast.linear import Traces
+from ..._autocast.linear import Traces, linear, live_of
 from ..._autocast.marks import meet, tracing
-from ..._autocast.products import Product, becomes_half
+from ..._autocast.products import Product, becomes_half, sum_of_terms
 from ..._autocast.provenance import Origin, Reading
 from ..._jaxpr import JaxprEqn, NameStack, Program, Var
 from ..._policy import checked_half
@@ -385,9 +384,18 @@ class _Flagged(Interpreter):
             float32 = side if product.float32_grads[side] else None
             return _multiply(product, self.backward, float32, *copies)
 
-        run = functools.partial(_multiply, product, self.forward, None)
+        # Copies are multiplied, and the operands differentiated.
+        @jax.custom_jvp
+        def run(operands: Arrays, copies: Arrays) -> jax.Array:
+            return _multiply(product, self.forward, None, *copies)
+
+        def rule(primals: Any, tangents: Any) -> Any:
+            terms = functools.partial(sum_of_terms, term)
+            return run(*primals), linear(terms, primals[1], live_of(tangents[0]))
+
+        run.defjvp(rule, symbolic_zeros=True)
         with _jaxpr.scope(product.scope):
-            return bilinear(run, term, inputs[:2], [*copies, *inputs[2:], half])
+            return run(inputs[:2], [*copies, *inputs[2:], half])
 
     def _number(self, scope: NameStack, eqn: JaxprEqn) -> int:
         """Returns the number of the innermost product or call, or of the rule."""

@@ -197,8 +197,8 @@ def as_dtypes(dtypes: Iterable[str], values: Arrays) -> list[jax.Array]:
     """Casts arrays to dtypes of these names, from float32 to half precision or back."""
 
     def cast(dtype: str, x: jax.Array) -> jax.Array:
-        is_wide, is_narrow = x.dtype == jnp.float32, is_half(x.dtype)
-        differs = is_half(dtype) if is_wide else is_narrow and dtype == "float32"
+        pair = {dtype, jnp.result_type(x).name}  # a literal may be a bool of Python
+        differs = "float32" in pair and any(map(is_half, pair))
         return x.astype(dtype) if differs else x
 
     return [*map(cast, dtypes, values)]

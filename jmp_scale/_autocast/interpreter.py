@@ -306,8 +306,7 @@ class Interpreter:
         results = self._call(eqn, reading, values) if is_call else None
         if results is None:
             inputs = [_jaxpr.value_of(v, values) for v in eqn.invars]
-            if reading.halves_of_stored.intersection(_jaxpr.variables(eqn.invars)):
-                inputs = self._with_warning(eqn, reading, inputs)
+            inputs = self._with_warning(eqn, reading, inputs)
             if _jaxpr.subjaxprs(eqn):
                 inputs = [*map(_with_cotangent_of_its_dtype, inputs)]
             results = _jaxpr.evaluate(with_precision(eqn, self.setting), inputs)
@@ -343,9 +342,10 @@ class Interpreter:
                 "w.astype(jnp.float32)",
             )
 
-        pairs = zip(eqn.invars, inputs, strict=True)
+        halves = reading.halves_of_stored
         return [
-            noting(note, x) if v in reading.halves_of_stored else x for v, x in pairs
+            noting(note, x) if isinstance(v, Var) and v in halves else x
+            for v, x in zip(eqn.invars, inputs, strict=True)
         ]
 
     def _call(self, eqn: JaxprEqn, reading: Reading, values: Values) -> Arrays | None:
@@ -390,8 +390,9 @@ class Interpreter:
 
 def _with_cotangent_of_its_dtype(x: Any) -> Any:
     """Returns `x`, and casts its cotangent: a `custom_vjp` may return a float32 one."""
-    is_array_in_half = isinstance(x, jax.Array) and is_half(x.dtype)
-    return x.astype(jnp.float32).astype(x.dtype) if is_array_in_half else x
+    if not isinstance(x, jax.Array):  # but a constant, which a rule may index
+        return jnp.asarray(x) if np.ndim(x) else x
+    return x.astype(jnp.float32).astype(x.dtype) if is_half(x.dtype) else x
 
 
 def _nested_function(

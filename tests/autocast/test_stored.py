@@ -192,8 +192,8 @@ def mapped(fun):
 DOTS = jax.checkpoint_policies.dots_saveable
 
 
-def loop_over(x, w):
-    return lax.map(lambda x: jnp.tanh(x @ w), x)
+def loop_over(x, w, scale=1.0):
+    return lax.map(lambda x: jnp.tanh(scale * x @ w), x)
 
 
 def with_rules(fun):

@@ -3,30 +3,39 @@
 import gc
 import os
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
-import hypothesis
-import jax
 import pytest
 
-jax.config.update("jax_num_cpu_devices", 8)
-# Most of the suite's time is spent in LLVM. JAX's own variable overrides this.
-if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
-    jax.config.update("jax_disable_most_optimizations", True)
-    # Only where they are known: XLA ends at others. Read when JAX looks for devices.
-    flags = [os.environ.get("XLA_FLAGS", "")]
-    if jax.__version_info__ < (0, 13):
-        flags.append("--xla_cpu_parallel_codegen_split_count=1")
-    if jax.__version_info__ < (0, 11):
-        # The older emitters compile twice as fast. Newer versions have no others.
-        flags.append("--xla_cpu_use_fusion_emitters=false")
-    os.environ["XLA_FLAGS"] = " ".join(flags)
-jax.config.update("jax_numpy_rank_promotion", "raise")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Looking for garbage takes time, and most of what JAX has traced is still in use.
 gc.set_threshold(100_000, 50, 1000)
 
-# pytest --hypothesis-profile=long
-hypothesis.settings.register_profile("long", max_examples=1000, deadline=None)
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    # The process that hands out tests to others runs none: it needs no JAX.
+    option = config.getoption
+    hands_out = option("-n", 0) and not hasattr(config, "workerinput")
+    if hands_out and not option("--hypothesis-profile", None):
+        return
+    global jax
+    import hypothesis
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 8)
+    # Most of the suite's time is spent in LLVM. JAX's own variable overrides this.
+    if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+        jax.config.update("jax_disable_most_optimizations", True)
+        # Only where they are known: XLA ends at others. JAX reads them for devices.
+        flags = [os.environ.get("XLA_FLAGS", "")]
+        if jax.__version_info__ < (0, 13):
+            flags.append("--xla_cpu_parallel_codegen_split_count=1")
+        if jax.__version_info__ < (0, 11):
+            # The older emitters compile twice as fast. Newer versions have no others.
+            flags.append("--xla_cpu_use_fusion_emitters=false")
+        os.environ["XLA_FLAGS"] = " ".join(flags)
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    # pytest --hypothesis-profile=long
+    hypothesis.settings.register_profile("long", max_examples=1000, deadline=None)
 
 
 @pytest.fixture(autouse=True)

@@ -12,16 +12,11 @@ from jmp_scale import diagnostics
 
 # Matplotlib takes long to import: not in each process that collects the tests.
 @pytest.fixture
-def plt():
-    plt = importlib.import_module("matplotlib.pyplot")
-    plt.switch_backend("Agg")
-    yield plt
-    plt.close("all")
-
-
-@pytest.fixture
-def plotting(plt):
-    return importlib.import_module("jmp_scale.plotting")
+def plotting():
+    plotting = importlib.import_module("jmp_scale.plotting")
+    plotting.plt.switch_backend("Agg")
+    yield plotting
+    plotting.plt.close("all")
 
 
 LEAVES = [
@@ -46,8 +41,8 @@ def marked(ax, label):
     return line.get_xydata().tolist()
 
 
-def test_the_loss_scale_is_drawn_with_its_two_kinds_of_skipped_steps(plotting, plt):
-    figure, given = plt.subplots()
+def test_the_loss_scale_is_drawn_with_its_two_kinds_of_skipped_steps(plotting):
+    figure, given = plotting.plt.subplots()
     history = recorded([1, 0, 1, 0], loss_finite=[1, 1, 1, 0])
     (ax,) = plotting.plot_history(history, [given])
     assert ax is given
@@ -75,8 +70,8 @@ def test_spikes_are_drawn_above_the_losses_and_norms_of_applied_steps(plotting):
 
 
 @pytest.mark.parametrize("loss", [2.0, -2.0])
-def test_a_run_without_spikes_is_drawn_whatever_its_losses(plotting, plt, loss):
-    figure, axes = plt.subplots(1, 2)
+def test_a_run_without_spikes_is_drawn_whatever_its_losses(plotting, loss):
+    figure, axes = plotting.plt.subplots(1, 2)
     top, bottom = plotting.plot_history(spike_history((), loss), axes)
     assert (top, bottom) == tuple(axes)
     assert len(top.lines) == 1
@@ -84,7 +79,7 @@ def test_a_run_without_spikes_is_drawn_whatever_its_losses(plotting, plt, loss):
     figure.canvas.draw()
 
 
-def test_each_leaf_shows_its_error_below_the_window_of_loss_scales(plotting, plt):
+def test_each_leaf_shows_its_error_below_the_window_of_loss_scales(plotting):
     ax = plotting.plot_gradients(GRADIENTS)
     assert "from $2^{6}$ to $2^{22}$ work; start from $2^{20}$" in ax.get_title()
     assert "at S = $2^{0}$" in ax.get_xlabel()
@@ -94,7 +89,7 @@ def test_each_leaf_shows_its_error_below_the_window_of_loss_scales(plotting, plt
     assert errors == {"['t']": 1, "['w']": 0.02}  # from below
     lost, held = (bar.get_facecolor() for bar in bars)
     assert lost != held
-    _, given = plt.subplots()
+    _, given = plotting.plt.subplots()
     without = plotting.plot_gradients(GRADIENTS._replace(window=None), ax=given)
     assert without is given
     assert without.get_title() == "Gradient in half precision"

@@ -67,7 +67,6 @@ class _Program:
         self._tables = {*tables}
         self._rows: set[Var] = set()  # of tables, that data chooses
         self._kept = kept  # float32, if an operand is
-        self._mixed: set[Var] = set()  # float32, of stored arrays and of data
         for v in stored:
             self._rename(v)
 
@@ -84,8 +83,12 @@ class _Program:
         ]
         eqn = eqn.replace(invars=inputs)
         floating = [v for v in variables(inputs) if _jaxpr.is_floating(v)]
+        name = eqn.primitive.name
+        is_data = name in _jaxpr.PRODUCTS or is_entered(eqn)
         if self._plain.issuperset(floating) and not eqn.effects:
             self._plain.update(eqn.outvars)
+        elif self._is_part(eqn) or (all(map(self._is_known, floating)) and not is_data):
+            self._wide.update(filter(_jaxpr.is_float32, eqn.outvars))
         for v in _read_in_each_turn(eqn):
             # JAX adds up its cotangents, whatever it is computed from.
             if is_in_half(v) and v not in self.renamed:
@@ -93,23 +96,16 @@ class _Program:
         others = [v for v in floating if is_in_half(v) and v not in self.renamed]
         is_alone = self._plain.issuperset(others)
         reads_rows = not self._rows.isdisjoint(floating)
-        name = eqn.primitive.name
         # Zeros, to which a loop adds the gradients that a program computes itself.
         starts = self._plain.intersection(others) if is_entered(eqn) else ()
-        is_data = name in _jaxpr.PRODUCTS or is_entered(eqn)
-        if not is_data and all(map(self._is_known, floating)):
-            self._wide.update(filter(_jaxpr.is_float32, eqn.outvars))
-        is_kept = _passes_on(eqn) and not self._kept.isdisjoint(eqn.outvars)
-        if is_kept and any(v in self.dtypes or v in self._mixed for v in floating):
-            self._mixed.update(filter(_jaxpr.is_float32, eqn.outvars))
-        if name == "convert_element_type" and not self._wide.isdisjoint(floating):
-            self.eqns.append(eqn)
-            self._widen_results(eqn)
-        elif name == "convert_element_type" and is_kept and floating[0] in self._mixed:
+        is_cast = name == "convert_element_type"
+        is_to_half = is_cast and is_in_half(eqn.outvars[0])
+        if is_to_half and not self._wide.isdisjoint(floating):
+            # As of a sum, whose cotangent that would round.
             self._cast(floating[0], self._rename(eqn.outvars[0]), eqn)
         elif self.renamed.keys().isdisjoint(floating) and not starts:
             self.eqns.append(eqn)
-        elif name == "convert_element_type" and _jaxpr.is_float32(eqn.outvars[0]):
+        elif is_cast and _jaxpr.is_float32(eqn.outvars[0]):
             self._casts[eqn.outvars[0]] = self.renamed[floating[0]]
         elif is_entered(eqn):
             self._add_call(eqn)
@@ -122,7 +118,8 @@ class _Program:
             self._add_in_half(eqn)
             # What a product returns is data, and so is what is computed from rows.
             if is_alone and not reads_rows and name not in _jaxpr.PRODUCTS:
-                self._widen_results(eqn)
+                for v in filter(is_in_half, eqn.outvars):
+                    self._cast(v, self._rename(v), eqn)
 
     def _can_be_float32(self, eqn: JaxprEqn, is_alone: bool) -> bool:
         """Whether it can run in float32, as traced if it reads no other half ones."""
@@ -142,6 +139,11 @@ class _Program:
         is_wanted = is_alone or not self._kept.isdisjoint(eqn.outvars)
         return name == "add_any" or (is_wanted and name in _jaxpr.ANY_DTYPE)
 
+    def _is_part(self, eqn: JaxprEqn) -> bool:
+        """Whether it passes a stored array on to a result that stays float32."""
+        reads = any(v in self.dtypes or v in self._wide for v in variables(eqn.invars))
+        return reads and _passes_on(eqn) and not self._kept.isdisjoint(eqn.outvars)
+
     def _is_known(self, v: Var) -> bool:
         """Whether a variable is computed from stored arrays and literals alone."""
         known = self._wide, self._plain, self.renamed, self.dtypes
@@ -157,10 +159,6 @@ class _Program:
 
     def _cast(self, old: Var, new: Var, near: JaxprEqn) -> None:
         self.eqns.append(_jaxpr_rewrite.cast(old, new, near))
-
-    def _widen_results(self, eqn: JaxprEqn) -> None:
-        for v in filter(is_in_half, eqn.outvars):
-            self._cast(v, self._rename(v), eqn)
 
     def _add_in_half(self, eqn: JaxprEqn) -> None:
         """Adds an equation as traced, with casts in front of it."""

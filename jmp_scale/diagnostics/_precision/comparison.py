@@ -317,9 +317,8 @@ def _difference(x: jax.Array, reference: jax.Array) -> tuple[jax.Array, ...]:
     """Returns norms of reference and difference, the share lost, and if x is finite."""
     nonzero = reference != 0
     lost = jnp.sum((x == 0) & nonzero) / jnp.maximum(jnp.sum(nonzero), 1)
-    pair = [y.astype(jnp.promote_types(y.dtype, jnp.float32)) for y in (x, reference)]
-    _, norm = finite_and_norm(pair[1])
-    _, distance = finite_and_norm(pair[0] - pair[1])
+    _, norm = finite_and_norm(reference)
+    _, distance = finite_and_norm(x - reference)
     return norm, distance, lost, all_finite(x)
 
 

@@ -112,8 +112,7 @@ def diagnose_nonfinite(
     loss = Loss(function, fun, args, argnums, has_aux, transform)
     arrays, rejoin = concrete_arrays(function, args)
     leaves = jax.tree_util.tree_leaves_with_path(args)
-    named = [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
-    names = [f"args{path}" for path, leaf in named if is_array(leaf)]
+    names = [f"args{jax.tree_util.keystr(p)}" for p, x in leaves if is_array(x)]
 
     # S is an argument of the compiled function, so that it compiles once for all S.
     @jax.jit

@@ -90,7 +90,7 @@ class Run:
 
     def change(self, path: Path) -> Change:
         old, new = self.before[path], self.after[path]
-        is_number, entries = is_float(new), host(new)
+        is_number, entries = is_inexact(new), host(new)
         finite = not is_number or (np.isfinite(entries) | ~np.isfinite(host(old))).all()
         step, size = difference(old, new), entries.ndim
         return Change(sampled(entries), step, bool(finite), is_number, size)
@@ -160,7 +160,7 @@ class Check:
         new = {}
         for path, x in self.start.items():
             is_state = path in self.in_optimizers | self._in_modules
-            if not is_state and len(path) > 1 and is_float(x) and np.ndim(x):
+            if not is_state and len(path) > 1 and is_inexact(x) and np.ndim(x):
                 key = path[-1], np.shape(x), sampled(host(x)).tobytes()
                 if copies[key]:
                     new[path] = (x * (1 + copies[key] / 16)).astype(x.dtype)
@@ -290,17 +290,10 @@ def _path_of(keys: KeyPath) -> Path:
     return path[:-1] if is_variable and path[-1] == "value" else path
 
 
-def is_float(leaf: Leaf) -> bool:
-    return is_inexact(leaf) and not is_key(leaf)
-
-
-def is_key(leaf: Leaf) -> bool:
-    return jnp.issubdtype(getattr(leaf, "dtype", bool), jax.dtypes.prng_key)
-
-
 def host(leaf: Leaf) -> np.ndarray:
     """Returns the entries; of an array over processes, those of its first part here."""
-    leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf
+    if jnp.issubdtype(getattr(leaf, "dtype", bool), jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         leaf = leaf.addressable_data(0)
     return np.asarray(leaf)

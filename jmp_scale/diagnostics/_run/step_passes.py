@@ -6,8 +6,9 @@ from collections import Counter, defaultdict
 import jax.numpy as jnp
 import numpy as np
 
+from ..._tree import is_inexact
 from ..._types import Leaf
-from .step_calls import Check, Path, Run, has_moved, host, is_float, sampled
+from .step_calls import Check, Path, Run, has_moved, host, sampled
 
 _MOST_CALLS = 16  # until a window of accumulation ends
 _FEW_CALLS = 8  # after these, the call in which most leaves change is taken
@@ -59,13 +60,13 @@ def _of_results(check: Check, first: Run) -> None:
     """Looks for bare arrays that may come back, and for leaves that come back half."""
     for path, old in check.start.items():
         new = first.results.get(path)
-        is_bare = len(path) == 1 and is_float(old) and np.ndim(old) > 0
+        is_bare = len(path) == 1 and is_inexact(old) and np.ndim(old) > 0
         if is_bare and new is not None and np.shape(old) == np.shape(new):
             what = f"{check.names[path]}: a bare array, which seems to come back"
             check.not_checked.append(f"{what}; pass carried=[{path[0]}]")
     for path, new in first.after.items():
         old, dtype = jnp.result_type(check.start[path]), jnp.result_type(new)
-        if is_float(new) and old.itemsize > dtype.itemsize < 4:
+        if is_inexact(new) and old.itemsize > dtype.itemsize < 4:
             names = {"old": str(old), "new": str(dtype)}
             check.add("comes back in half precision", path, **names)
 
@@ -158,7 +159,7 @@ def several_s(check: Check) -> None:
 
 def _rows(run: Run, power: float) -> dict[Path, np.ndarray]:
     """Returns changes of the state, results and the guard's loss, but not S itself."""
-    results = {("result", *p): x for p, x in run.results.items() if is_float(x)}
+    results = {("result", *p): x for p, x in run.results.items() if is_inexact(x)}
     means = [(*state, "guard", "loss_mean") for state in run.check.states]
     results |= {path: run.after[path] for path in means if path in run.after}
     rows = {path: sampled(host(x)) for path, x in results.items()}
@@ -235,7 +236,7 @@ def next_step(check: Check) -> None:
     if not check.is_alike(run):
         return
     check.base, check.start = run, run.before
-    losses = [path for path, x in run.results.items() if is_float(x)]
+    losses = [path for path, x in run.results.items() if is_inexact(x)]
     moments = check.in_optimizers.intersection(run.changes)
     moments = [p for p in moments if run.changes[p].is_float and run.moved(p)]
     # A linear loss has the same gradients too, but moves on.
@@ -328,7 +329,7 @@ def nan_in_batch(check: Check) -> None:
         return
     carried = {path[0] for path in (*check.base.after, *check.states, *check.scales)}
     arrays = [path for path, x in check.start.items() if hasattr(x, "dtype")]
-    others = [p for p in arrays if p[0] not in carried and is_float(check.start[p])]
+    others = [p for p in arrays if p[0] not in carried and is_inexact(check.start[p])]
     for position in dict.fromkeys(path[0] for path in others):
         paths = [path for path in others if path[0] == position]
         values = {path: np.array(host(check.start[path])) for path in paths}

@@ -137,7 +137,7 @@ def _from_state_dict(target: Pytree, state: PyTree) -> Pytree:
     expected, got = _types(leaves), repr(state)
     # Flax compares names only for its own kinds of containers.
     if isinstance(state, dict) and state.keys() == leaves.keys():
-        state = {k: _cast(x, leaves[k], target._may_round) for k, x in state.items()}
+        state = {k: cast(x, leaves[k], target._may_round) for k, x in state.items()}
         got = _types(state)
     if got != expected:
         path = sys.modules["flax.serialization"].current_path()
@@ -152,7 +152,7 @@ def _from_state_dict(target: Pytree, state: PyTree) -> Pytree:
     return jax.tree.unflatten(jax.tree.structure(target), arrays)
 
 
-def _cast(x: ArrayLike, like: ArrayLike, may_round: bool) -> ArrayLike:
+def cast(x: ArrayLike, like: ArrayLike, may_round: bool) -> ArrayLike:
     """Casts floats, which some checkpointers write as bfloat16.
 
     S is a power of two, which bfloat16 represents exactly; others may be rounded.

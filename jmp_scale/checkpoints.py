@@ -9,6 +9,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
+from . import _pytree
 from ._half_storage.parameters import (
     full_parameters,
     is_bfloat16,
@@ -45,7 +46,7 @@ def restore(load: Callable[[PyTree], PyTree], state: T) -> T:
       load: reads the checkpoint into a template, with whatever wrote it: for Orbax
         `lambda template: ocp.load(path, template)`. Dicts with the names of the
         template will do. A form does not fit if `load` raises an error, or returns
-        other names, shapes or dtypes.
+        other names, shapes or dtypes (floats of a loss scale or a guard are cast).
       state: the new state: a `TrainState`, `(params, opt_state)`,
         `nnx.state((model, optimizer))`, ... It must hold the parameters if
         `with_half_storage` keeps their remainders. Leaves may be
@@ -136,12 +137,15 @@ def _restored(
         first_line = (str(error).strip() or repr(error)).splitlines()[0]
         raise _OtherFormError(first_line[:200]) from error
     saved, places = leaves_by_name(saved), leaves_by_name(numbered)
+    may_round = _scaling_leaves(numbers)
     for name in sorted(saved.keys() - places.keys()):
         raise _OtherFormError(f"{name} is {_type(saved[name])}, expected nothing")
     for name, i in places.items():
         like, value = on_disk[i], saved.get(name)
         if not (is_data(like) or hasattr(like, "dtype")):
             continue  # the functions among an Equinox model's leaves are not saved
+        if i in may_round and is_data(value):
+            value = _pytree.cast(value, like, may_round[i])
         # An array that `inner` itself stores in bfloat16 is so on disk, too.
         if not (_fits(value, like) or _fits(value, leaves[i])):
             raise _OtherFormError(f"{name} is {_type(value)}, expected {_type(like)}")
@@ -154,6 +158,13 @@ def _restored(
             if i in remainder_of:
                 leaves[remainder_of[i]] = remainder
     return jax.tree.unflatten(structure, leaves)
+
+
+def _scaling_leaves(numbers: PyTree) -> dict[int, bool]:
+    """Returns the numbers of the leaves of S and guards; whether they may round."""
+    fields = [fields_of(node) for _, node in find_loss_scale_states(numbers)]
+    of = {name: [x.get(name) for x in fields] for name in ("loss_scale", "guard")}
+    return {i: k == "guard" for k, tree in of.items() for i in jax.tree.leaves(tree)}
 
 
 def _remainders_by_parameter(numbers: PyTree, leaves: Sequence[Leaf]) -> dict[int, int]:

@@ -143,6 +143,26 @@ def test_s_and_a_guard_are_restored_from_any_floating_dtype_that_holds_them(dtyp
             restore_as(target, saved(target, **{name: value}))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize("of", ["tree", "dict"])
+def test_restore_casts_the_floats_of_s_and_of_a_guard(of, dtype):
+    def wrote(tree):
+        tree = jax.tree.map(np.asarray, tree)
+        return jax.tree.map(lambda x: x.astype(dtype) if x.dtype == "f" else x, tree)
+
+    saved = make_state(TARGET, guard=dataclasses.replace(GUARD, loss_mean=1.2345))
+    opt_state = saved.opt_state
+    scaling = {
+        name: wrote(getattr(opt_state, name)) for name in ("loss_scale", "guard")
+    }
+    written = saved.replace(opt_state=opt_state._replace(**scaling))
+    on_disk = written if of == "tree" else flax.serialization.to_state_dict(written)
+    restored = restore(lambda _: on_disk, make_state(guard=GUARD)).opt_state
+    assert restored.loss_scale.loss_scale == 8
+    expected = np.asarray(1.2345, np.float32).astype(dtype).astype(np.float32)
+    assert_bitwise_equal(restored.guard.loss_mean, expected)
+
+
 HALF_PARAMS = {name: x.astype(jnp.bfloat16) for name, x in PARAMS.items()}
 KEY = jax.random.key(0)
 for kind in (optax.EmptyState, optax.TraceState):

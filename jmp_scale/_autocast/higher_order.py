@@ -15,7 +15,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from .. import _jaxpr
 from .._jaxpr import JaxprEqn, Var
-from .._policy import is_half
+from .._policy import holds_half, is_half
 from .._types import Arrays
 
 # "policy": of a checkpoint that chooses itself what is saved.
@@ -197,7 +197,7 @@ def as_dtypes(dtypes: Iterable[str], values: Arrays) -> list[jax.Array]:
     """Casts arrays to dtypes of these names, from float32 to half precision or back."""
 
     def cast(dtype: str, x: jax.Array) -> jax.Array:
-        is_wide, is_narrow = x.dtype == jnp.float32, is_half(x.dtype)
+        is_wide, is_narrow = jnp.result_type(x) == jnp.float32, holds_half(x)
         differs = is_half(dtype) if is_wide else is_narrow and dtype == "float32"
         return x.astype(dtype) if differs else x
 

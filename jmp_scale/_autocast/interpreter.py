@@ -343,9 +343,10 @@ class Interpreter:
                 "w.astype(jnp.float32)",
             )
 
-        pairs = zip(eqn.invars, inputs, strict=True)
+        halves, pairs = reading.halves_of_stored, zip(eqn.invars, inputs, strict=True)
         return [
-            noting(note, x) if v in reading.halves_of_stored else x for v, x in pairs
+            noting(note, x) if isinstance(v, Var) and v in halves else x
+            for v, x in pairs
         ]
 
     def _call(self, eqn: JaxprEqn, reading: Reading, values: Values) -> Arrays | None:

@@ -163,9 +163,10 @@ class _Program:
 
         JAX adds up the cotangents of an entry that an operation repeats.
         """
+        if near.primitive.name not in _jaxpr.REPEATS:
+            return v
         result = near.outvars[0]
-        is_repeated = _jaxpr.shape(v) != _jaxpr.shape(result)
-        if near.primitive.name not in _jaxpr.REPEATS or not is_repeated:
+        if _jaxpr.shape(v) == _jaxpr.shape(result):
             return v
         new = _jaxpr_rewrite.with_dtype(result, _FLOAT32)
         self.eqns.append(_jaxpr_rewrite.broadcast(v, new, near))

@@ -88,7 +88,8 @@ class _Program:
                 self._cast(v, self._rename(v), eqn)
         others = [v for v in floating if is_in_half(v) and v not in self.renamed]
         is_alone = self._plain.issuperset(others)
-        reads_rows = not self._rows.isdisjoint(floating)
+        finds_rows = looks_up_rows(eqn)
+        reads_rows = not (finds_rows or self._rows.isdisjoint(floating))
         # Zeros, to which a loop adds the gradients that a program computes itself.
         starts = self._plain.intersection(others) if is_entered(eqn) else ()
         is_cast = name == "convert_element_type"
@@ -104,7 +105,7 @@ class _Program:
             self._add_call(eqn)
         elif self._can_be_float32(eqn, is_alone and not reads_rows):
             self._add_in_float32(eqn)
-            if looks_up_rows(eqn) or (name == "reshard" and reads_rows):
+            if finds_rows or (name == "reshard" and reads_rows):
                 rows = map(self.float32_of, eqn.outvars)
                 self._rows.update(eqn.outvars, variables(rows))
         else:

@@ -178,6 +178,15 @@ def cancelling(d, gain, bias, w, slope_of=slope_of):
     return near((phi(x + x[::-1] / 100) - phi(x)) @ w * 100)
 
 
+def products_in_turn(d, w):
+    factors = jnp.cumprod(1 + w.ravel() / 4)
+    return near(d.x[:, 0] @ jnp.roll(w, 1) + n32(jnp.tile(factors, 2))[:, None])
+
+
+def tiled(d, w):
+    return near(jnp.einsum("tbi,tij->tbj", d.x, jnp.tile(w, (MANY, 1, 1))))
+
+
 def checked(x, w):
     jax.debug.callback(lambda w: None, w)
     checkify.check(x[0, 0] < 9, "an activation is large")
@@ -205,6 +214,7 @@ def with_rules(fun):
 
 PROGRAMS = {
     "index": (rows_of(lambda t, ids: t[ids]), TABLE, W),
+    "rows of rows": (rows_of(lambda t, ids: t[jnp.arange(40)][ids]), TABLE, W),
     "linen": (rows_of(lambda t, i: EMBED({"params": {"embedding": t}}, i)), TABLE, W),
     "tied": (tied, TABLE),
     "experts": (experts, STACK),
@@ -264,6 +274,8 @@ PROGRAMS = {
     "softmax": (lambda d, v: near(d.y @ W + jax.nn.softmax(v)[None], 3), W[0]),
     "made with data": (made(lambda d, w: w * jnp.tanh(d.x[0, :1]).astype(w.dtype)), W),
     "reference": (referred, W),
+    "products in turn": (products_in_turn, W),
+    "tiled": (tiled, W),
     "checked": (lambda d, w: checkify.checkify(mapped(checked))(d, w)[1], W),
     "cancelling": (cancelling, 1 + W[0], W[1], W),
     "loop with a rule": (

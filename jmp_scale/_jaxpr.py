@@ -73,10 +73,12 @@ CHEAP = LINEAR - {"gather"} | words("""
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh xor
 """)
 # The result's dtype is that of the operands, whatever that is.
-ANY_DTYPE = words("""
+ANY_DTYPE = CHEAP - words("""
+    bitcast_convert_type convert_element_type iota nextafter
+""") | words("""
     cumlogsumexp cummax cummin cumprod cumsum dynamic_update_slice gather ppermute
-    reduce_window_sum
-""").union(CHEAP) - words("bitcast_convert_type convert_element_type iota nextafter")
+    reduce_window_sum scatter scatter-add
+""")
 # Operands may be scalars, or have axes of size 1 for larger ones of the result.
 REPEATS = words("add atan2 div max min mul pow rem sub")
 # Of references to arrays.

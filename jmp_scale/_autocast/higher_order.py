@@ -5,7 +5,7 @@ higher-order primitives are not an interface.
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import jax
@@ -14,15 +14,16 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from .. import _jaxpr
-from .._jaxpr import JaxprEqn, Var
-from .._policy import holds_half, is_half
+from .._jaxpr import JaxprEqn
+from .._policy import is_half
 from .._types import Arrays
 
 # "policy": of a checkpoint that chooses itself what is saved.
 Part = Literal["loop", "rule", "policy", ""]
-# `body(jaxpr, places, part_of)` returns a function in place of the jaxpr. `places` has,
-# for each input, the position of the equation's operand that it is in every run, or
-# None. Results of the equation that are float32 in place of half precision are so here.
+# `body(jaxpr, places, part_of, dtypes)` returns a function in place of the jaxpr.
+# `places` has, for each input, the position of the equation's operand that it is in
+# every run, or None. `dtypes` are those of results, by default the equation's: they may
+# be float32 in place of half precision.
 Body = Callable[..., Callable[..., Arrays]]
 
 
@@ -115,6 +116,8 @@ def _custom_jvp(eqn: JaxprEqn, operands: Arrays, body: Body) -> Arrays | None:
     fun = jax.custom_jvp(body(jaxpr, range(len(operands)), ""))
     first, count = _jaxpr.params_of(eqn).get("num_consts", 0), len(eqn.outvars)
     moves = [not stays for stays in given.zeros]
+    dtypes = [*map(_jaxpr.dtype_name, eqn.outvars)]
+    dtypes += itertools.compress(dtypes, moves)
 
     def rule(primals: Arrays, tangents: list[Any]) -> tuple[Arrays, list[Any]]:
         pairs = zip(primals, tangents, strict=True)
@@ -122,10 +125,8 @@ def _custom_jvp(eqn: JaxprEqn, operands: Arrays, body: Body) -> Arrays | None:
             zero_from_primal(x) if isinstance(t, SymbolicZero) else t for x, t in pairs
         ]
         inputs = [*primals[first:], *moving[first:]]
-        results = body(given.jaxpr, [None] * len(inputs), "rule")(*inputs)
-        dtypes = [*map(_jaxpr.dtype_name, eqn.outvars)]
-        outs = as_dtypes(dtypes, results[:count])
-        moved = iter(as_dtypes(itertools.compress(dtypes, moves), results[count:]))
+        results = body(given.jaxpr, [None] * len(inputs), "rule", dtypes)(*inputs)
+        outs, moved = results[:count], iter(results[count:])
         # JAX takes symbolic zeros of rules that may be given some.
         return outs, [
             next(moved) if is_moving else zero_from_primal(x, symbolic_zeros=True)
@@ -179,26 +180,12 @@ def is_entered(eqn: JaxprEqn) -> bool:
             return name in CALLS and name != "while"  # it has no gradient
 
 
-def places_as_stored(eqn: JaxprEqn, stored: Collection[Var]) -> Sequence[int]:
-    """Returns the positions of operands that a call gets in half precision.
-
-    Each turn of a scan reads one slice of a stack, of which a float32 copy would be
-    made as a whole. Behind the barriers of a checkpoint float32 copies of weights would
-    be made for the backward pass, but what it returns may need the float32 ones.
-    """
-    if loop := _jaxpr.scan_of(eqn):
-        return range(loop.consts + loop.carry, len(eqn.invars))
-    is_checkpoint = _jaxpr.name_of(eqn) == "remat2"
-    returns_stored = any(v in stored for v in eqn.outvars)
-    return range(len(eqn.invars)) if is_checkpoint and not returns_stored else ()
-
-
 def as_dtypes(dtypes: Iterable[str], values: Arrays) -> list[jax.Array]:
     """Casts arrays to dtypes of these names, from float32 to half precision or back."""
 
     def cast(dtype: str, x: jax.Array) -> jax.Array:
-        is_wide, is_narrow = jnp.result_type(x) == jnp.float32, holds_half(x)
-        differs = is_half(dtype) if is_wide else is_narrow and dtype == "float32"
+        pair = {dtype, jnp.result_type(x).name}  # a literal may be a bool of Python
+        differs = "float32" in pair and any(map(is_half, pair))
         return x.astype(dtype) if differs else x
 
     return [*map(cast, dtypes, values)]

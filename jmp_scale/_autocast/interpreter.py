@@ -24,7 +24,7 @@ from .._jaxpr_rewrite import with_precision
 from .._policy import is_half
 from .._types import Arrays
 from .._validation import warn
-from .higher_order import CALLS, Part, as_dtypes, places_as_stored
+from .higher_order import CALLS, Part, as_dtypes
 from .linear import (
     ByPosition,
     Traces,
@@ -38,7 +38,12 @@ from .marks import Met, meet
 from .policies import in_sight
 from .products import Product, becomes_half, has_products
 from .provenance import Origin, Reading, Step, read
-from .stored import is_in_half, loops_that_add_up
+from .stored import (
+    is_in_half,
+    loops_that_add_up,
+    places_as_stored,
+    places_rounded_in_turns,
+)
 
 
 class Values(dict[Var, Any]):
@@ -113,11 +118,16 @@ class Interpreter:
         )
 
     def evaluate(
-        self, jaxpr: Program, origins: Sequence[Origin], *values: jax.Array
+        self,
+        jaxpr: Program,
+        origins: Sequence[Origin],
+        *values: jax.Array,
+        kept: Sequence[int] = (),
     ) -> list[jax.Array]:
         """Evaluates a program whose inputs have these origins.
 
-        Half-precision inputs that are no data are float32 in it, and so may be results.
+        Half-precision inputs that are no data are float32 in it, and so may be results;
+        those at positions `kept` are, as far as they are made of such inputs.
         """
         facts = zip(_jaxpr.bare(jaxpr).invars, origins, values, strict=True)
         stored = [
@@ -133,6 +143,7 @@ class Interpreter:
             has_float32_result=self._has_float32_result,
             share_casts=self.share_casts,
             stored=stored,
+            kept=kept,
         )
         found = Values()
         inputs = zip(reading.jaxpr.invars, values, strict=True)
@@ -306,8 +317,11 @@ class Interpreter:
         results = self._call(eqn, reading, values) if is_call else None
         if results is None:
             inputs = [_jaxpr.value_of(v, values) for v in eqn.invars]
-            if reading.halves_of_stored.intersection(_jaxpr.variables(eqn.invars)):
-                inputs = self._with_warning(eqn, reading, inputs)
+            stored = reading.halves_of_stored.intersection(_jaxpr.variables(eqn.invars))
+            if stored and (loops := loops_that_add_up(eqn)):
+                for i, v in enumerate(eqn.invars):
+                    if isinstance(v, Var) and v in stored:
+                        inputs[i] = self._noting(inputs[i], [*loops, eqn])
             if _jaxpr.subjaxprs(eqn):
                 inputs = [*map(_with_cotangent_of_its_dtype, inputs)]
             results = _jaxpr.evaluate(with_precision(eqn, self.setting), inputs)
@@ -325,29 +339,20 @@ class Interpreter:
         values.stored[result] = half
         return with_value(wide, half.astype(jnp.float32))
 
-    def _with_warning(
-        self, eqn: JaxprEqn, reading: Reading, inputs: Sequence[jax.Array]
-    ) -> list[jax.Array]:
-        """Returns arrays whose derivatives warn of sums in half precision."""
-        loops = loops_that_add_up(eqn)
-        if not loops:
-            return [*inputs]
-        place = _jaxpr.place_of([*loops, eqn])
+    def _noting(self, x: jax.Array, near: Sequence[JaxprEqn]) -> jax.Array:
+        """Returns an array whose derivative warns of a sum in half precision."""
+        place = _jaxpr.place_of(near)
 
         def note() -> None:
             self.notes.warn_once(
                 place,
                 f"autocast: a loop{place} adds up the gradient of a weight in half "
                 "precision, as the weight is stored, because autocast does not change "
-                "the function around it; cast the weight to float32 before the loop: "
-                "w.astype(jnp.float32)",
+                "a function around or in it; cast the weight to float32 before the "
+                "loop: w.astype(jnp.float32)",
             )
 
-        halves, pairs = reading.halves_of_stored, zip(eqn.invars, inputs, strict=True)
-        return [
-            noting(note, x) if isinstance(v, Var) and v in halves else x
-            for v, x in pairs
-        ]
+        return noting(note, x)
 
     def _call(self, eqn: JaxprEqn, reading: Reading, values: Values) -> Arrays | None:
         """Evaluates an equation with products in nested jaxprs, if it can be read."""
@@ -356,6 +361,10 @@ class Interpreter:
             v = eqn.invars[i]
             if isinstance(v, Var) and v in reading.stored and not reading.is_data(v):
                 operands[i] = values[v].astype(reading.stored[v])
+        for i in places_rounded_in_turns(eqn):
+            v = eqn.invars[i]
+            if isinstance(v, Var) and not reading.is_data(v):
+                operands[i] = self._noting(operands[i], [eqn])
 
         def origin_of(place: int | None) -> Origin:
             if place is None:
@@ -364,10 +373,13 @@ class Interpreter:
             return reading.origin(atom) if isinstance(atom, Var) else Origin.ARGUMENTS
 
         def body(
-            jaxpr: Program, places: Sequence[int | None], part_of: Part
+            jaxpr: Program,
+            places: Sequence[int | None],
+            part_of: Part,
+            dtypes: Sequence[str] | None = None,
         ) -> Callable[..., list[jax.Array]]:
-            dtypes = tuple(map(_jaxpr.dtype_name, eqn.outvars))
-            facts = jaxpr, tuple(map(origin_of, places)), dtypes
+            dtypes = dtypes or [*map(_jaxpr.dtype_name, eqn.outvars)]
+            facts = jaxpr, tuple(map(origin_of, places)), tuple(dtypes)
             nested = self.within(eqn, part_of)
             return self.traces.made(_nested_function, nested, *facts)
 
@@ -391,8 +403,9 @@ class Interpreter:
 
 def _with_cotangent_of_its_dtype(x: Any) -> Any:
     """Returns `x`, and casts its cotangent: a `custom_vjp` may return a float32 one."""
-    is_array_in_half = isinstance(x, jax.Array) and is_half(x.dtype)
-    return x.astype(jnp.float32).astype(x.dtype) if is_array_in_half else x
+    if not isinstance(x, jax.Array):  # but a constant, which a rule may index
+        return jnp.asarray(x) if np.ndim(x) else x
+    return x.astype(jnp.float32).astype(x.dtype) if is_half(x.dtype) else x
 
 
 def _nested_function(
@@ -401,12 +414,15 @@ def _nested_function(
     origins: tuple[Origin, ...],
     dtypes: tuple[str, ...],
 ) -> Callable[..., list[jax.Array]]:
-    """Returns a function of a jaxpr's inputs; `dtypes` are an equation's results'."""
-    # A rule or a condition has other results than the equation.
-    are_results = len(dtypes) == len(_jaxpr.bare(jaxpr).outvars)
+    """Returns a function of a jaxpr's inputs; `dtypes` are those of its results."""
+    # A condition has other results than the equation.
+    outputs = _jaxpr.bare(jaxpr).outvars
+    are_results = len(dtypes) == len(outputs)
+    wide = enumerate(zip(outputs, dtypes, strict=True)) if are_results else ()
+    kept = [i for i, (v, name) in wide if is_in_half(v) and not is_half(name)]
 
     def function(*values: jax.Array) -> list[jax.Array]:
-        results = interpreter.evaluate(jaxpr, origins, *values)
+        results = interpreter.evaluate(jaxpr, origins, *values, kept=kept)
         return as_dtypes(dtypes, results) if are_results else results
 
     return function

@@ -249,6 +249,7 @@ def read(
     is_exempt: Callable[[JaxprEqn], bool] = never,
     share_casts: bool = False,
     stored: Sequence[int] = (),
+    kept: Sequence[int] = (),
     has_float32_result: Callable[[JaxprEqn], bool] = never,
 ) -> Reading:
     """Reads a program whose inputs have these origins.
@@ -256,8 +257,9 @@ def read(
     `dtype` is that of products of the forward pass. `is_exempt` says whether a name
     keeps a product float32, or a call with products. `share_casts`: all operations read
     the cast of what a product reads. `stored` are the positions of half-precision
-    inputs that are float32 in the program that is read. `has_float32_result` says
-    whether a name keeps the result of a product float32.
+    inputs that are float32 in the program that is read, `kept` those of results that
+    are, as far as they are made of such inputs. `has_float32_result` says whether a
+    name keeps the result of a product float32.
     """
 
     def is_open(eqn: JaxprEqn) -> bool:
@@ -275,7 +277,7 @@ def read(
     flat, constants = _jaxpr_rewrite.inlined(jaxpr, is_open)
     traced = [v for v, x in constants.items() if isinstance(x, Tracer)]
     halves = [flat.invars[i] for i in stored] + [v for v in traced if is_in_half(v)]
-    program = widened(flat, halves)
+    program = widened(flat, halves, [flat.outvars[i] for i in kept])
     flat = program.jaxpr
     renamed = {v: program.renamed[v] for v in halves}
     constants = {renamed.get(v, v): x for v, x in constants.items()}

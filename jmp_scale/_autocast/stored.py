@@ -7,7 +7,8 @@ half-precision copy is known. What is computed from such arrays alone is float32
 operation that also reads other half-precision arrays runs as traced.
 """
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,10 +36,13 @@ def is_in_half(atom: Atom) -> bool:
     return is_half(_jaxpr.dtype_name(atom))
 
 
-def widened(jaxpr: Jaxpr, stored: Iterable[Var]) -> Widened:
-    """Makes float32 variables of `stored`, and of what is computed from them alone."""
+def widened(jaxpr: Jaxpr, stored: Iterable[Var], outputs: Iterable[Atom]) -> Widened:
+    """Makes float32 variables of `stored`, and of what is computed from them alone.
+
+    Of `outputs` too, as far as these are made of `stored` ones and of data.
+    """
     tables = (eqn.invars[0] for eqn in jaxpr.eqns if looks_up_rows(eqn))
-    program = _Program(stored, variables(tables))
+    program = _Program(stored, variables(tables), _parts_of(jaxpr, outputs))
     inputs = [program.renamed.get(v, v) for v in jaxpr.invars]
     for eqn in jaxpr.eqns:
         program.add(eqn)
@@ -50,7 +54,9 @@ def widened(jaxpr: Jaxpr, stored: Iterable[Var]) -> Widened:
 class _Program:
     """The equations of a program, which are added one by one."""
 
-    def __init__(self, stored: Iterable[Var], tables: Iterable[Var]) -> None:
+    def __init__(
+        self, stored: Iterable[Var], tables: Iterable[Var], kept: set[Var]
+    ) -> None:
         self.eqns: list[JaxprEqn] = []
         self.renamed: dict[Var, Var] = {}
         self.dtypes: dict[Var, np.dtype] = {}
@@ -60,6 +66,7 @@ class _Program:
         self._wide: set[Var] = set()  # as float32, from stored arrays alone
         self._tables = {*tables}
         self._rows: set[Var] = set()  # of tables, that data chooses
+        self._kept = kept  # float32, if an operand is
         for v in stored:
             self._rename(v)
 
@@ -80,7 +87,7 @@ class _Program:
         is_data = name in _jaxpr.PRODUCTS or is_entered(eqn)
         if self._plain.issuperset(floating) and not eqn.effects:
             self._plain.update(eqn.outvars)
-        elif all(map(self._is_known, floating)) and not is_data:
+        elif self._is_part(eqn) or (all(map(self._is_known, floating)) and not is_data):
             self._wide.update(filter(_jaxpr.is_float32, eqn.outvars))
         for v in _read_in_each_turn(eqn):
             # JAX adds up its cotangents, whatever it is computed from.
@@ -130,7 +137,13 @@ class _Program:
             stays = mesh_of(table) == mesh_of(result) and result not in self._tables
             return not (is_alone and stays)
         # `add_any` adds up cotangents, where the program has gradients itself.
-        return name == "add_any" or (is_alone and name in _jaxpr.ANY_DTYPE)
+        is_wanted = is_alone or not self._kept.isdisjoint(eqn.outvars)
+        return name == "add_any" or (is_wanted and name in _jaxpr.ANY_DTYPE)
+
+    def _is_part(self, eqn: JaxprEqn) -> bool:
+        """Whether it passes a stored array on to a result that stays float32."""
+        reads = any(v in self.dtypes or v in self._wide for v in variables(eqn.invars))
+        return reads and _passes_on(eqn) and not self._kept.isdisjoint(eqn.outvars)
 
     def _is_known(self, v: Var) -> bool:
         """Whether a variable is computed from stored arrays and literals alone."""
@@ -178,6 +191,8 @@ class _Program:
         results = [self._rename(v) if is_in_half(v) else v for v in eqn.outvars]
         # jax 0.10 on: of products and sums.
         params = {k: None if k == "out_dtype" else x for k, x in eqn.params.items()}
+        if update := params.get("update_jaxpr"):  # of a scatter that adds
+            params["update_jaxpr"] = widened(update, update.invars, ()).jaxpr
         self.eqns.append(eqn.replace(invars=inputs, outvars=results, params=params))
 
     def _add_call(self, eqn: JaxprEqn) -> None:
@@ -186,12 +201,26 @@ class _Program:
         flags = [
             is_in_half(v) and (isinstance(v, Literal) or v in known) for v in eqn.invars
         ]
-        results = _results_in_float32(eqn, flags)
+        results = _results_in_float32(eqn, flags, self._are_kept(eqn))
         pairs = zip(eqn.outvars, results, strict=True)
         outputs = [self._rename(v) if is_wide else v for v, is_wide in pairs]
         pairs = zip(eqn.invars, flags, strict=True)
         inputs = [self._widened(v, eqn) if is_wide else v for v, is_wide in pairs]
         self.eqns.append(eqn.replace(invars=inputs, outvars=outputs))
+
+    def _are_kept(self, eqn: JaxprEqn) -> list[bool]:
+        """Tells which results of a call stay float32 where data is added to them.
+
+        A carry that begins as a stored array does: what each turn adds to its
+        cotangent is added in its dtype.
+        """
+        are_kept = [v in self._kept for v in eqn.outvars]
+        if loop := _jaxpr.scan_of(eqn):
+            first = eqn.invars[loop.consts : loop.consts + loop.carry]
+            are_kept[: loop.carry] = [
+                self._is_renamed(v) and v not in self._rows for v in first
+            ]
+        return are_kept
 
     def _widened(self, atom: Atom, near: JaxprEqn) -> Atom:
         """Returns a half-precision atom in float32, and others as they are."""
@@ -209,8 +238,13 @@ def _read_in_each_turn(eqn: JaxprEqn) -> list[Var]:
     return variables(eqn.invars[: loop.consts]) if loop else []
 
 
-def _results_in_float32(eqn: JaxprEqn, flags: Sequence[bool]) -> list[bool]:
-    """Tells which results of a call are computed from float32 operands alone."""
+def _results_in_float32(
+    eqn: JaxprEqn, flags: Sequence[bool], are_kept: Sequence[bool]
+) -> list[bool]:
+    """Tells which results of a call are computed from float32 operands alone.
+
+    Of those that are kept one operand suffices.
+    """
     if not any(map(is_in_half, eqn.outvars)):
         return [False] * len(eqn.outvars)
     bodies, loop = _jaxpr.subjaxprs(eqn), _jaxpr.scan_of(eqn)
@@ -219,23 +253,92 @@ def _results_in_float32(eqn: JaxprEqn, flags: Sequence[bool]) -> list[bool]:
             flags = flags[1:]
         else:
             bodies = bodies[:1]
-        results = (_outputs_in_float32(body, flags) for body in bodies)
-        return [all(each) for each in zip(*results, strict=True)]
+        results = [_outputs_in_float32(body, flags, are_kept) for body in bodies]
+        by_output = zip(are_kept, *results, strict=True)
+        return [any(each) if is_kept else all(each) for is_kept, *each in by_output]
     first, last = loop.consts, loop.consts + loop.carry
     while True:  # until a carry has one dtype in all turns
-        results = _outputs_in_float32(loop.body, flags)
+        results = _outputs_in_float32(loop.body, flags, are_kept)
         pairs = zip(flags[first:last], results[: loop.carry], strict=True)
         carry = [before and after for before, after in pairs]
         if carry == [*flags[first:last]]:
             return [*carry, *results[loop.carry :]]
         flags = [*flags[:first], *carry, *flags[last:]]
+        pairs = zip(are_kept[: loop.carry], carry, strict=True)
+        are_kept = [*map(all, pairs), *are_kept[loop.carry :]]
 
 
-def _outputs_in_float32(body: Program, flags: Sequence[bool]) -> list[bool]:
-    flat, _ = _jaxpr_rewrite.inlined(body, lambda e: e.primitive.name in _jaxpr.CALLS)
-    stored = [v for v, flag in zip(flat.invars, flags, strict=True) if flag]
-    program = widened(flat, stored)
+def _outputs_in_float32(
+    body: Program, flags: Sequence[bool], are_kept: Sequence[bool]
+) -> list[bool]:
+    flat = _inlined(body)
+    stored = itertools.compress(flat.invars, flags)
+    program = widened(flat, stored, itertools.compress(flat.outvars, are_kept))
     return [isinstance(v, Var) and v in program.dtypes for v in program.jaxpr.outvars]
+
+
+def _inlined(body: Program) -> Jaxpr:
+    return _jaxpr_rewrite.inlined(body, lambda e: e.primitive.name in _jaxpr.CALLS)[0]
+
+
+def _passes_on(eqn: JaxprEqn) -> bool:
+    """Whether an operation adds to the cotangents of its operands in any dtype."""
+    return eqn.primitive.name in _jaxpr.ANY_DTYPE | {"convert_element_type"}
+
+
+def _is_read(eqn: JaxprEqn) -> bool:
+    return _passes_on(eqn) or is_entered(eqn)
+
+
+def _is_read_or_call(eqn: JaxprEqn) -> bool:
+    return _passes_on(eqn) or bool(_jaxpr.subjaxprs(eqn))
+
+
+def _parts_of(
+    jaxpr: Jaxpr,
+    outputs: Iterable[Atom],
+    is_open: Callable[[JaxprEqn], bool] = _passes_on,
+) -> set[Var]:
+    """Finds the variables of which such operations make outputs, these included."""
+    found = {*variables(outputs)}
+    for eqn in reversed(jaxpr.eqns):
+        if not found.isdisjoint(eqn.outvars) and is_open(eqn):
+            found.update(variables(eqn.invars))
+    return found
+
+
+def places_as_stored(eqn: JaxprEqn, stored: Collection[Var]) -> list[int]:
+    """Returns the positions of operands that a call gets in half precision.
+
+    Each turn of a scan reads one slice of a stack, of which a float32 copy would be
+    made as a whole. Behind the barriers of a checkpoint float32 copies of weights would
+    be made for the backward pass, but what it returns may need the float32 ones.
+    """
+    if loop := _jaxpr.scan_of(eqn):
+        return [*range(loop.consts + loop.carry, len(eqn.invars))]
+    if _jaxpr.name_of(eqn) != "remat2":
+        return []
+    (body,) = _jaxpr.subjaxprs(eqn)
+    flat = _inlined(body)
+    pairs = zip(eqn.outvars, flat.outvars, strict=True)
+    returned = [inner for outer, inner in pairs if outer in stored]
+    needed = _parts_of(flat, returned, _is_read)
+    return [i for i, v in enumerate(flat.invars) if v not in needed]
+
+
+def places_rounded_in_turns(eqn: JaxprEqn) -> list[int]:
+    """Returns the positions of carries of a loop that calls as traced pass on.
+
+    Where nothing else does, what a turn adds to a cotangent is half precision.
+    """
+    loop = _jaxpr.scan_of(eqn)
+    if loop is None:
+        return []
+    flat, last = _inlined(loop.body), loop.consts + loop.carry
+    outputs = flat.outvars[: loop.carry]
+    found = {*filter(is_in_half, _parts_of(flat, outputs, _is_read_or_call))}
+    found -= _parts_of(flat, outputs, _is_read)
+    return [i for i in range(loop.consts, last) if flat.invars[i] in found]
 
 
 def loops_that_add_up(eqn: JaxprEqn) -> list[JaxprEqn]:

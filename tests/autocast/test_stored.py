@@ -116,7 +116,8 @@ def carried(change, wrap=lambda f: f):
 
     def turn(carry, x):
         h, w = carry
-        return 0.99 * h + 0.01 * jnp.tanh(h @ w[0] + x), change(w)
+        step = (h.T @ x / MANY).astype(w.dtype)[None]
+        return 0.99 * h + 0.01 * jnp.tanh(h @ w[0] + x), change(w, step)
 
     def fun(d, *weights):
         carry = d.x[0], jnp.stack([w.T for w in weights])
@@ -201,7 +202,7 @@ DOTS = jax.checkpoint_policies.dots_saveable
 
 
 def loop_over(x, w, scale=1.0):
-    return lax.map(lambda x: jnp.tanh(x @ w * scale), x)
+    return lax.map(lambda x: jnp.tanh(scale * x @ w), x)
 
 
 def with_rules(fun):
@@ -242,13 +243,24 @@ PROGRAMS = {
         mapped(with_rules(lambda x, w: jnp.tanh(x @ n32(w)))["custom_jvp"]),
         W,
     ),
-    "carry, checkpoint": (carried(lambda w: w, jax.checkpoint), W),
+    "carry, checkpoint": (carried(lambda w, _: w, jax.checkpoint), W),
     "carry, policy": (
-        carried(lambda w: w, functools.partial(jax.checkpoint, policy=DOTS)),
+        carried(lambda w, _: w, functools.partial(jax.checkpoint, policy=DOTS)),
         W,
     ),
-    "carry, factor": (carried(lambda w: w * jnp.ones((), w.dtype)), W),
-    "carry, rolled": (carried(lambda w: jnp.roll(w, 1, 0)), W, W.T),
+    "carry, factor": (carried(lambda w, _: w * jnp.ones((), w.dtype)), W),
+    "carry, rolled": (carried(lambda w, _: jnp.roll(w, 1, 0)), W, W.T),
+    "carry, data": (carried(lambda w, step: w - step, jax.checkpoint), W),
+    "carry, data in float32": (
+        carried(lambda w, step: (n32(w) * 0.999 + step).astype(w.dtype)),
+        W,
+    ),
+    "carry, data in a row": (carried(lambda w, step: w.at[:, 1].add(step[:, 1])), W),
+    "carry, data by cond": (
+        carried(lambda w, s: lax.cond(s[0, 0, 0] > 0, lambda: w + s, lambda: s + w)),
+        W,
+    ),
+    "carry, data by a rule": (carried(with_rules(jnp.add)["custom_jvp"]), W),
     "carry, sent": (sent, W),
     "made by cond": (
         made(lambda d, v, w: lax.cond(d.x[0, 0, 0] > -9, lambda: v, lambda: w)),
@@ -313,7 +325,7 @@ ROUNDING = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
 # One of each kind runs by default, in the dtype with the larger errors.
 SIBLINGS = "moved", "fori", "map", "made by map", "made by scan", "carry, policy"
 SIBLINGS += "carry, factor", "linen", "nested", "pmap", "exported"
-SIBLINGS += ("branches of platforms",)
+SIBLINGS += "branches of platforms", "carry, data in a row", "carry, data by cond"
 
 
 def case(name, *dtype):
@@ -485,11 +497,17 @@ def test_a_while_reads_the_stored_values():
     np.testing.assert_allclose(got, wanted, rtol=0.01)
 
 
-OUT_OF_REACH = {
-    "custom_vjp": with_rules(loop_over)["custom_vjp"],
-    "branches of platforms": lambda x, w: lax.platform_dependent(
-        x, w, cpu=loop_over, default=loop_over
+def passed_on(x, w):
+    return lax.scan(lambda w, x: (straight(w), jnp.tanh(x @ n32(w))), w, x)[1]
+
+
+OUT_OF_REACH = {  # what adds up, and its loop
+    "custom_vjp": (with_rules(loop_over)["custom_vjp"], loop_over),
+    "branches of platforms": (
+        lambda *of: lax.platform_dependent(*of, cpu=loop_over, default=loop_over),
+        loop_over,
     ),
+    "custom_vjp, carry": (passed_on, passed_on),
 }
 
 
@@ -506,10 +524,10 @@ def told(fun, w):
 @pytest.mark.filterwarnings("ignore:autocast")
 @pytest.mark.parametrize("name", [*map(case, OUT_OF_REACH)])
 def test_a_sum_out_of_reach_is_told_once_by_line_and_a_cast_cures_it(name):
-    run, half = OUT_OF_REACH[name], W.astype("bfloat16")
+    (run, loop), half = OUT_OF_REACH[name], W.astype("bfloat16")
     as_stored = lambda d, w: near(n32(run(d.x, w)))  # noqa: E731
     (message,) = told(as_stored, half)
-    line = loop_over.__code__.co_firstlineno + 1
+    line = loop.__code__.co_firstlineno + 1
     assert f"test_stored.py:{line}" in message
     assert "cast the weight to float32 before the loop" in message
     assert errors_of(as_stored, [W], "bfloat16")[0] > 1e-2

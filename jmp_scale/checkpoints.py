@@ -144,7 +144,7 @@ def _restored(
         like, value = on_disk[i], saved.get(name)
         if not (is_data(like) or hasattr(like, "dtype")):
             continue  # the functions among an Equinox model's leaves are not saved
-        if i in may_round and is_data(value):
+        if value is not None and is_data(value) and i in may_round:
             value = _pytree.cast(value, like, may_round[i])
         # An array that `inner` itself stores in bfloat16 is so on disk, too.
         if not (_fits(value, like) or _fits(value, leaves[i])):

@@ -208,6 +208,7 @@ def with_rules(fun):
 PROGRAMS = {
     "index": (rows_of(lambda t, ids: t[ids]), TABLE, W),
     "linen": (rows_of(lambda t, i: EMBED({"params": {"embedding": t}}, i)), TABLE, W),
+    "product": (lambda d, t, w: near(n32((t @ w)[d.ids]) @ W, d.y), TABLE, W),
     "tied": (tied, TABLE),
     "experts": (experts, STACK),
     "rnn": (rnn, W, B),

@@ -58,7 +58,7 @@ SAME_ENTRIES = REARRANGES | words("""
 LINEAR = REARRANGES | words("""
     add add_any broadcast_in_dim concatenate conj convert_element_type dynamic_slice
     gather imag name neg optimization_barrier pad pbroadcast pick pvary real reduce_sum
-    reshard select_n slice split stop_gradient sub
+    reshard select_n slice split stack stop_gradient sub tile
 """)
 # The result counts as a parameter if an operand is a parameter.
 SCALINGS = LINEAR | words("div mul")
@@ -76,7 +76,8 @@ CHEAP = LINEAR - {"gather"} | words("""
 ANY_DTYPE = CHEAP - words("""
     bitcast_convert_type convert_element_type iota nextafter
 """) | words("""
-    dynamic_update_slice gather ppermute scatter scatter-add split
+    cumlogsumexp cummax cummin cumprod cumsum dynamic_update_slice gather ppermute
+    reduce_window_sum scatter scatter-add
 """)
 # Operands may be scalars, or have axes of size 1 for larger ones of the result.
 REPEATS = words("add atan2 div max min mul pow rem sub")

@@ -101,7 +101,8 @@ class _Program:
                 self._cast(v, self._rename(v), eqn)
         others = [v for v in floating if is_in_half(v) and v not in self.renamed]
         is_alone = self._plain.issuperset(others)
-        reads_rows = not self._rows.isdisjoint(floating)
+        finds_rows = looks_up_rows(eqn)
+        reads_rows = not (finds_rows or self._rows.isdisjoint(floating))
         # Zeros, to which a loop adds the gradients that a program computes itself.
         starts = self._plain.intersection(others) if is_entered(eqn) else ()
         is_cast = name == "convert_element_type"
@@ -117,7 +118,7 @@ class _Program:
             self._add_call(eqn)
         elif self._can_be_float32(eqn, is_alone and not reads_rows):
             self._add_in_float32(eqn)
-            if looks_up_rows(eqn) or (name == "reshard" and reads_rows):
+            if finds_rows or (name == "reshard" and reads_rows):
                 rows = map(self.float32_of, eqn.outvars)
                 self._rows.update(eqn.outvars, variables(rows))
         else:
@@ -182,9 +183,10 @@ class _Program:
 
         JAX adds up the cotangents of an entry that an operation repeats.
         """
+        if near.primitive.name not in _jaxpr.REPEATS:
+            return v
         result = near.outvars[0]
-        is_repeated = _jaxpr.shape(v) != _jaxpr.shape(result)
-        if near.primitive.name not in _jaxpr.REPEATS or not is_repeated:
+        if _jaxpr.shape(v) == _jaxpr.shape(result):
             return v
         new = _jaxpr_rewrite.with_dtype(result, _FLOAT32)
         self.eqns.append(_jaxpr_rewrite.broadcast(v, new, near))

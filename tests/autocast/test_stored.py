@@ -15,6 +15,7 @@ from autocast_programs import arrays
 from flax import linen, nnx
 from helpers import EXPLICIT, ONE_AXIS
 from jax import export, lax
+from jax.experimental import checkify
 from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -72,14 +73,6 @@ def fori(d, w):
         return h, total + near(h) / MANY
 
     return lax.fori_loop(0, MANY, body, (d.x[0], 0.0))[1]
-
-
-def micro_batches(d, w, v):
-    def add(total, batch):
-        x, y = batch
-        return total + near(jnp.tanh(x @ w) @ v, y) / len(d.x), None
-
-    return lax.scan(add, 0.0, (d.x, d.y[: len(d.x), None]))[0]
 
 
 def chunks(d, w, t):
@@ -186,6 +179,21 @@ def cancelling(d, gain, bias, w, slope_of=slope_of):
     return near((phi(x + x[::-1] / 100) - phi(x)) @ w * 100)
 
 
+def products_in_turn(d, w):
+    factors = jnp.cumprod(1 + w.ravel() / 4)
+    return near(d.x[:, 0] @ jnp.roll(w, 1) + n32(jnp.tile(factors, 2))[:, None])
+
+
+def tiled(d, w):
+    return near(jnp.einsum("tbi,tij->tbj", d.x, jnp.tile(w, (MANY, 1, 1))))
+
+
+def checked(x, w):
+    jax.debug.callback(lambda w: None, w)
+    checkify.check(x[0, 0] < 9, "an activation is large")
+    return jnp.tanh(x @ w)
+
+
 def mapped(fun):
     return lambda d, *weights: near(lax.map(lambda x: fun(x, *weights), d.x))
 
@@ -207,6 +215,7 @@ def with_rules(fun):
 
 PROGRAMS = {
     "index": (rows_of(lambda t, ids: t[ids]), TABLE, W),
+    "rows of rows": (rows_of(lambda t, ids: t[jnp.arange(40)][ids]), TABLE, W),
     "linen": (rows_of(lambda t, i: EMBED({"params": {"embedding": t}}, i)), TABLE, W),
     "product": (lambda d, t, w: near(n32((t @ w)[d.ids]) @ W, d.y), TABLE, W),
     "tied": (tied, TABLE),
@@ -214,7 +223,6 @@ PROGRAMS = {
     "rnn": (rnn, W, B),
     "fori": (fori, W),
     "map": (mapped(lambda x, w, b: jax.nn.gelu(x @ w + n32(b[None]))), W, B),
-    "batches": (micro_batches, W, W),
     "chunks": (chunks, W, TABLE),
     "moved": (moved, W, STACK),
     "cond": (
@@ -279,6 +287,9 @@ PROGRAMS = {
     "softmax": (lambda d, v: near(d.y @ W + jax.nn.softmax(v)[None], 3), W[0]),
     "made with data": (made(lambda d, w: w * jnp.tanh(d.x[0, :1]).astype(w.dtype)), W),
     "reference": (referred, W),
+    "products in turn": (products_in_turn, W),
+    "tiled": (tiled, W),
+    "checked": (lambda d, w: checkify.checkify(mapped(checked))(d, w)[1], W),
     "cancelling": (cancelling, 1 + W[0], W[1], W),
     "loop with a rule": (
         lambda d, w: near(with_rules(loop_over)["custom_jvp"](d.x, w)),
@@ -314,7 +325,7 @@ def errors_of(fun, weights, dtype, wrap=jax.jit, half=autocast, within=False):
 ROUNDING = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
 # One of each kind runs by default, in the dtype with the larger errors.
 SIBLINGS = "moved", "fori", "map", "made by map", "made by scan", "carry, policy"
-SIBLINGS += "carry, factor", "linen", "batches", "nested", "pmap", "exported"
+SIBLINGS += "carry, factor", "linen", "nested", "pmap", "exported"
 SIBLINGS += "branches of platforms", "carry, data in a row", "carry, data by cond"
 
 

@@ -64,6 +64,7 @@ class _Program:
         self._casts: dict[Var, Atom] = {}  # casts to float32: the result, the operand
         self._plain: set[Var] = set()  # computed from integers and literals alone
         self._wide: set[Var] = set()  # as float32, from stored arrays alone
+        self._made: set[Var] = set()  # half, from stored arrays alone, by products too
         self._tables = {*tables}
         self._rows: set[Var] = set()  # of tables, that data chooses
         self._kept = kept  # float32, if an operand is
@@ -89,7 +90,12 @@ class _Program:
             self._plain.update(eqn.outvars)
         elif self._is_part(eqn) or (all(map(self._is_known, floating)) and not is_data):
             self._wide.update(filter(_jaxpr.is_float32, eqn.outvars))
-        for v in _read_in_each_turn(eqn):
+        read_often = _read_in_each_turn(eqn)
+        if looks_up_rows(eqn):
+            read_often = [v for v in variables(eqn.invars[:1]) if v in self._made]
+        elif all(v in self._made or self._is_known(v) for v in floating):
+            self._made.update(filter(is_in_half, eqn.outvars))
+        for v in read_often:
             # JAX adds up its cotangents, whatever it is computed from.
             if is_in_half(v) and v not in self.renamed:
                 self._cast(v, self._rename(v), eqn)

@@ -217,6 +217,7 @@ PROGRAMS = {
     "index": (rows_of(lambda t, ids: t[ids]), TABLE, W),
     "rows of rows": (rows_of(lambda t, ids: t[jnp.arange(40)][ids]), TABLE, W),
     "linen": (rows_of(lambda t, i: EMBED({"params": {"embedding": t}}, i)), TABLE, W),
+    "product": (lambda d, t, w: near(n32((t @ w)[d.ids]) @ W, d.y), TABLE, W),
     "tied": (tied, TABLE),
     "experts": (experts, STACK),
     "rnn": (rnn, W, B),

@@ -70,7 +70,8 @@ def autocast(
     The backward pass reads what the forward pass read, bit for bit, with one exception:
     the derivative of a softmax reads the probabilities that the next product read,
     divided by their sum. Values do not depend on the machine. What the user cast stays
-    as cast.
+    as cast; what is computed from weights that are stored in half precision, and from
+    nothing else, is float32.
 
     Weights' gradients are float32 from the product on; those of convolutions and
     `ragged_dot` are half precision at first. The gradient of a weight that is stored in

@@ -108,12 +108,16 @@ class _Program:
         is_cast = name == "convert_element_type"
         is_to_half = is_cast and is_in_half(eqn.outvars[0])
         if is_to_half and not self._wide.isdisjoint(floating):
-            # As of a sum, whose cotangent that would round.
+            # It would round the cotangent, as of a sum.
             self._cast(floating[0], self._rename(eqn.outvars[0]), eqn)
         elif self.renamed.keys().isdisjoint(floating) and not starts:
             self.eqns.append(eqn)
-        elif is_cast and _jaxpr.is_float32(eqn.outvars[0]):
-            self._casts[eqn.outvars[0]] = self.renamed[floating[0]]
+        elif is_cast and not is_to_half:
+            wide = self.renamed[floating[0]]
+            if _jaxpr.is_float32(eqn.outvars[0]):
+                self._casts[eqn.outvars[0]] = wide
+            else:
+                self.eqns.append(eqn.replace(invars=[wide]))
         elif is_entered(eqn):
             self._add_call(eqn)
         elif self._can_be_float32(eqn, is_alone and not reads_rows):

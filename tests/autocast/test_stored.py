@@ -170,6 +170,10 @@ def slope_of(x, gain):
     return x, jax.nn.softplus(gain)[None]
 
 
+def slope_by_complex_numbers(x, gain):
+    return x, jnp.real(jnp.exp(gain.astype("complex64")))[None]
+
+
 def cancelling(d, gain, bias, w, slope_of=slope_of):
     def phi(x):
         x, slope = slope_of(x, gain)
@@ -291,6 +295,12 @@ PROGRAMS = {
     "tiled": (tiled, W),
     "checked": (lambda d, w: checkify.checkify(mapped(checked))(d, w)[1], W),
     "cancelling": (cancelling, 1 + W[0], W[1], W),
+    "complex": (
+        functools.partial(cancelling, slope_of=slope_by_complex_numbers),
+        1 + W[0],
+        W[1],
+        W,
+    ),
     "loop with a rule": (
         lambda d, w: near(with_rules(loop_over)["custom_jvp"](d.x, w)),
         W,
@@ -326,7 +336,12 @@ ROUNDING = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
 # One of each kind runs by default, in the dtype with the larger errors.
 SIBLINGS = "moved", "fori", "map", "made by map", "made by scan", "carry, policy"
 SIBLINGS += "carry, factor", "linen", "nested", "pmap", "exported"
-SIBLINGS += "branches of platforms", "carry, data in a row", "carry, data by cond"
+SIBLINGS += (
+    "branches of platforms",
+    "carry, data in a row",
+    "carry, data by cond",
+    "complex",
+)
 
 
 def case(name, *dtype):

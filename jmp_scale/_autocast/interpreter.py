@@ -319,9 +319,10 @@ class Interpreter:
             inputs = [_jaxpr.value_of(v, values) for v in eqn.invars]
             stored = reading.halves_of_stored.intersection(_jaxpr.variables(eqn.invars))
             if stored and (loops := loops_that_add_up(eqn)):
+                near = [*loops, eqn, *_jaxpr.equations_within(eqn)]
                 for i, v in enumerate(eqn.invars):
                     if isinstance(v, Var) and v in stored:
-                        inputs[i] = self._noting(inputs[i], [*loops, eqn])
+                        inputs[i] = self._noting(inputs[i], near)
             if _jaxpr.subjaxprs(eqn):
                 inputs = [*map(_with_cotangent_of_its_dtype, inputs)]
             results = _jaxpr.evaluate(with_precision(eqn, self.setting), inputs)

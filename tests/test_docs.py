@@ -65,12 +65,8 @@ STEPS = {
         "pmap_step": "jax.pmap(pmap_step, 'batch', in_axes=(None, None, 0), "
         "out_axes=None), params, opt_state, x.reshape(mesh.size, -1, 4)",
     },
-    "docs/optax.md": {
-        "train_step": "train_step, params, opt_state, x",
-    },
-    "docs/half-parameters.md": {
-        "train_step": "train_step, params, opt_state, x",
-    },
+    "docs/optax.md": {"train_step": "train_step, params, opt_state, x"},
+    "docs/half-parameters.md": {"train_step": "train_step, params, opt_state, x"},
     "docs/spikes.md": {"train_step": "train_step, params, opt_state, gradient"},
     "docs/monitor.md": {"train_step": "train_step, params, opt_state, history, x"},
 }

@@ -144,7 +144,6 @@ MISTAKES = {
     ),
     "a misspelt name": (lambda: get_loss_scale("dynamics"), 'known are "none"; "dyn'),
     "several S": (lambda: get_loss_scale(jnp.ones(2)), "loss_scale to be a real num"),
-    "a huge number": (lambda: get_loss_scale("10**999"), "unknown loss scale"),
     "a name with a number": (lambda: get_loss_scale("f16:2"), "unknown loss scale"),
     "a low start": (lambda: get_loss_scale("dynamic:0"), "expected loss_scale to be"),
     "a configuration": (lambda: get_loss_scale({"fp16": 1}), r"real number, got \{"),
@@ -196,16 +195,11 @@ MISTAKES = {
     ),
     "a vector for a value": (step(value=PARAMS), "value to be the scalar.* alone"),
     "a loss with an aux": (step(value=(1.0, {})), "value to be the scalar.* alone"),
-    "a loss by another name": (step(loss=1.0), "the loss as value=, got loss="),
     "gradients of others": (step(grads=[PARAMS]), "of the structure of the parameters"),
     "the state of another optimizer": (
         step(optax.adam(0.1).init(PARAMS)),
         r"expected update\(grads, state, params, value=loss\), got update\(.*, tuple, "
         ".*checkpoints.restore",
-    ),
-    "a wire of integers": (
-        lambda: jmp_scale.sum_gradients(X, wire="int8"),
-        "sum_gradients: expected wire to be 'bfloat16', .*'int8'",
     ),
     "a set of axes": (
         lambda: jmp_scale.all_finite(X, {"i", "j"}),

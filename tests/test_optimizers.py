@@ -161,12 +161,7 @@ def dynamic(inner, **rule):
 
 def run(tx, gradients, params=W):
     """Parameters and state after each of several gradients."""
-
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return history_of(jax.jit(step), params, tx.init(params), gradients)[1:]
+    return history_of(jax.jit(stepper(tx)), params, tx.init(params), gradients)[1:]
 
 
 def test_accumulation_inside_goes_by_windows_of_finite_micro_batches():

@@ -184,16 +184,12 @@ def as_flags(finite):
     return np.array([c == "1" for c in finite])
 
 
-def is_power_of_two(value):
-    return math.frexp(value)[0] == 0.5
-
-
 @pytest.mark.parametrize("name", WITHIN)
 def test_s_is_that_of_the_framework_after_every_step(name):
     peer, trace = WITHIN[name]
     steps = len(trace["finite"])
     states = jax.tree.map(lambda x: x[:steps], replays()[key(peer, trace)])
-    if all(map(is_power_of_two, trace["scale"])):
+    if all(math.frexp(s)[0] == 0.5 for s in trace["scale"]):  # powers of two
         assert states.loss_scale.tolist() == trace["scale"]
     else:  # f32 rounds at each change of S, some frameworks compute in f64
         np.testing.assert_allclose(states.loss_scale, trace["scale"], rtol=1e-5)

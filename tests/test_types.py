@@ -70,12 +70,6 @@ optimizer.update(model, grads, value=loss)
 }
 
 
-def write_programs(folder):
-    for name, uses in USES.items():
-        code = f"{PROGRAMS[name]}\n{textwrap.dedent(uses)}"
-        (folder / f"{name}.py").write_text(code)
-
-
 def check(folder):
     """Pyright's errors, as (program, line, rule, message)."""
     paths = [str(pathlib.Path(jmp_scale.__file__).parents[1])]
@@ -95,5 +89,7 @@ def check(folder):
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("pyright"), reason="no pyright")
 def test_the_train_steps_of_the_readme_have_no_type_errors(tmp_path):
-    write_programs(tmp_path)
+    for name, uses in USES.items():
+        code = f"{PROGRAMS[name]}\n{textwrap.dedent(uses)}"
+        (tmp_path / f"{name}.py").write_text(code)
     assert list(check(tmp_path)) == []

@@ -50,10 +50,6 @@ def reduced(params, rows, spec):
     return jax.tree.map(lambda w: reshard(w, kept), params)
 
 
-def unreduced(rows, spec):
-    return P(*spec, unreduced=axes_of(rows))
-
-
 def on_mesh(case):
     """Mesh, the batch's spec, the weight's, and both put there."""
     mesh, rows, spec = MESHES[case]
@@ -79,7 +75,8 @@ def test_micro_batches_are_added_up_and_reduced_once(name, dtype, case):
         def add(total, x):
             return jax.tree.map(jnp.add, total, grad(own, x)), None
 
-        zeros = {"w": reshard(jnp.zeros(WEIGHT.shape), unreduced(rows, spec))}
+        parts = P(*spec, unreduced=axes_of(rows))
+        zeros = {"w": reshard(jnp.zeros(WEIGHT.shape), parts)}
         total, _ = lax.scan(add, zeros, inputs)
         assert jax.typeof(total["w"]).sharding.spec.unreduced == axes_of(rows)
         return jax.tree.map(lambda g: reshard(g, spec), total)

@@ -927,11 +927,6 @@ def test_higher_derivatives_are_those_of_the_float32_program(name, order, recomp
     assert_close(derivative(half), derivative(fun), 0.02)
 
 
-def on_mesh(mesh):
-    """The weights whole on each device, the batch in parts."""
-    return sharded(W, mesh, P()), sharded(X, mesh, P("i"))
-
-
 SPLIT, WHOLE = (NamedSharding(ONE_AXIS, P(*names)) for names in (["i"], []))
 split_layer = jax.jit(layer, in_shardings=(WHOLE, SPLIT), out_shardings=SPLIT)
 split = jax.jit(lambda x: x * 1, out_shardings=SPLIT)
@@ -985,7 +980,7 @@ def test_auto_axes_among_explicit_ones():
         return mean_square(layer(w, inner(w, y) + y))
 
     with jax.set_mesh(EXPLICIT):
-        args = on_mesh(EXPLICIT)
+        args = sharded(W, EXPLICIT, P()), sharded(X, EXPLICIT, P("i"))
         assert {*products(autocast(loss, "float16"), *args)} == {F16}
         assert_close_gradients(loss, *args)
 

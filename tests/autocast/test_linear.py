@@ -33,10 +33,6 @@ def plain(x):
     return jnp.sin(x) ** 2
 
 
-def hvp(f):
-    return lambda x, t: jax.jvp(jax.grad(lambda x: f(x).sum()), (x,), (t,))
-
-
 def sharded(f):
     spec = P("i")
     return jax.shard_map(f, mesh=ONE_AXIS, in_specs=(spec, spec), out_specs=spec)
@@ -45,7 +41,7 @@ def sharded(f):
 AROUND = {
     "jvp": lambda f: lambda x, t: jax.jvp(f, (x,), (t,)),
     "vjp": lambda f: lambda x, t: jax.vjp(f, x)[1](t),
-    "hvp": hvp,
+    "hvp": lambda f: lambda x, t: jax.jvp(jax.grad(lambda x: f(x).sum()), (x,), (t,)),
     "grad of grad": lambda f: jax.vmap(lambda x, t: t * jax.grad(jax.grad(f))(x)),
     "vmap": lambda f: jax.vmap(lambda x, t: jax.vjp(f, x)[1](t)),
     "hessian": lambda f: lambda x, t: jax.hessian(lambda x: f(x * t).sum())(x),

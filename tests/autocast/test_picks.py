@@ -86,12 +86,6 @@ def ignoring(label):
     return loss
 
 
-def of_equinox(logits, labels):
-    """As in the examples of Equinox, whose models end in log_softmax."""
-    logs = jax.vmap(log_softmax)(logits)
-    return -jnp.mean(jnp.take_along_axis(logs, jnp.expand_dims(labels, 1), axis=1))
-
-
 def of_flax(logits, labels):
     """As in Flax's lm1b: smoothed, with a weight for each token."""
     soft = jnp.where(jax.nn.one_hot(labels, SIZE) > 0, 0.9, 0.1 / (SIZE - 1))
@@ -146,7 +140,6 @@ FORMS = {
     "smoothed and masked": of_logits(smoothed),
     "ignored labels of -1": of_logits(ignoring(-1)),
     "ignored labels of -100": of_logits(ignoring(-100)),
-    "Equinox": of_logits(of_equinox),
     "Flax": of_logits(of_flax),
     "Levanter": of_logits(of_levanter),
     "MaxText": of_logits(lambda x, y: of_maxtext(x, jax.nn.one_hot(y, SIZE))),

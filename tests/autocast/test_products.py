@@ -35,8 +35,6 @@ def product(fun, *args):
 
 
 def dot(precision=None, result="float32"):
-    """The product of two matrices."""
-
     def fun(x, w):
         return lax.dot(x, w, precision=precision, preferred_element_type=result)
 

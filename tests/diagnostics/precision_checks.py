@@ -11,6 +11,10 @@ from jmp_scale.diagnostics import precision_report
 ERRORS = {"half-constant", "half-integers", "half-parameters"}
 
 
+def line_of(function):
+    return function.__code__.co_firstlineno
+
+
 def planted(*functions):
     """(file, line, rule, severity) of every `# !rule` in the source of functions."""
     found = set()

@@ -13,7 +13,6 @@ from jmp_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 pytestmark = pytest.mark.strict_promotion
 
 EVERY_KIND = [NoOpLossScale(), StaticLossScale(2.0**10), DynamicLossScale(2.0**10)]
-BOTH = pytest.mark.parametrize("function", ["value_and_grad", "grad"])
 
 
 CAPTURED = DynamicLossScale(2.0**10)
@@ -50,7 +49,7 @@ def test_a_loss_scale_of_this_step_does_not_warn(call):
     call(jnp.ones((3, 3)))  # filters make a warning an error
 
 
-@BOTH
+@pytest.mark.parametrize("function", ["value_and_grad", "grad"])
 @pytest.mark.parametrize(
     ("loss_scale", "has_aux", "argnums"),
     [

@@ -9,7 +9,7 @@ from autocast_programs import PROGRAMS
 from flax import nnx
 from helpers import one_of
 from losses import of_examples
-from precision_checks import reported
+from precision_checks import line_of, reported
 from test_precision_clean import assert_clean
 from test_precision_faults import mean
 
@@ -20,10 +20,6 @@ pytestmark = pytest.mark.usefixtures("ranks_promote")
 
 
 ALL = PROGRAMS | {name: (fun, (W, X)) for name, fun in HOSTILE.items()}
-
-
-def line_of(function):
-    return function.__code__.co_firstlineno
 
 
 @pytest.mark.filterwarnings("ignore:autocast")

@@ -12,7 +12,7 @@ import optax
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
-from precision_checks import assert_finds, on_four_devices
+from precision_checks import assert_finds, line_of, on_four_devices
 
 import jmp_scale
 from jmp_scale.diagnostics import precision_report
@@ -29,10 +29,6 @@ def product(w, x, dtype=F16):
 
 def rules(*args, **kwargs):
     return [f.rule for f in precision_report(*args, **kwargs).findings]
-
-
-def line_of(function):
-    return function.__code__.co_firstlineno
 
 
 # Losses of W and X, with what is found in them.

@@ -31,13 +31,9 @@ def layer(key, rows, columns):
     return normal(key, rows, columns) / rows**0.5
 
 
-def encoded(params, x):
-    return jnp.tanh(x @ params["w1"]) @ params["w2"]
-
-
 def test_what_is_recommended_works_as_pasted():
     def loss(params, x):
-        z = encoded(params, x) + 5
+        z = jnp.tanh(x @ params["w1"]) @ params["w2"] + 5
         nearest = jnp.argmin(squared_distances(z, params["codes"]), 1)
         chosen = params["codes"][nearest]
         return jnp.mean((chosen - lax.stop_gradient(z)) ** 2 + (z - x[:, :8]) ** 2)

@@ -298,12 +298,6 @@ def test_a_linear_loss_that_is_not_returned_is_no_captured_one():
     assert check_step(step, WEIGHTS, adam.init(WEIGHTS), ROWS).problems == ()
 
 
-def test_an_old_state_is_the_only_mistake_of_a_step_that_returns_it():
-    step, args = step_of("old state", inner="sgd")
-    problems = check_step(step, *args).problems
-    assert [p.rule for p in problems] == ["S never adjusted"]
-
-
 def test_records_of_all_steps_may_change_on_a_skip():
     @jax.jit
     def step(w, before, history, x):

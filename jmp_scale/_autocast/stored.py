@@ -84,43 +84,56 @@ class _Program:
         ]
         eqn = eqn.replace(invars=inputs)
         floating = [v for v in variables(inputs) if _jaxpr.is_floating(v)]
-        name = eqn.primitive.name
-        is_data = name in _jaxpr.PRODUCTS or is_entered(eqn)
-        if self._plain.issuperset(floating) and not eqn.effects:
-            self._plain.update(eqn.outvars)
-        elif self._is_part(eqn) or (all(map(self._is_known, floating)) and not is_data):
-            self._wide.update(filter(_jaxpr.is_float32, eqn.outvars))
-        read_often = _read_in_each_turn(eqn)
-        if looks_up_rows(eqn):
-            read_often = [v for v in variables(eqn.invars[:1]) if v in self._made]
-        elif all(v in self._made or self._is_known(v) for v in floating):
-            self._made.update(filter(is_in_half, eqn.outvars))
-        for v in read_often:
+        self._note(eqn, floating)
+        for v in self._read_often(eqn):
             # JAX adds up its cotangents, whatever it is computed from.
             if is_in_half(v) and v not in self.renamed:
                 self._cast(v, self._rename(v), eqn)
         others = [v for v in floating if is_in_half(v) and v not in self.renamed]
-        is_alone = self._plain.issuperset(others)
-        finds_rows = looks_up_rows(eqn)
-        reads_rows = not (finds_rows or self._rows.isdisjoint(floating))
         # Zeros, to which a loop adds the gradients that a program computes itself.
         starts = self._plain.intersection(others) if is_entered(eqn) else ()
-        is_cast = name == "convert_element_type"
+        is_cast = eqn.primitive.name == "convert_element_type"
         is_to_half = is_cast and is_in_half(eqn.outvars[0])
         if is_to_half and not self._wide.isdisjoint(floating):
             # It would round the cotangent, as of a sum.
             self._cast(floating[0], self._rename(eqn.outvars[0]), eqn)
         elif self.renamed.keys().isdisjoint(floating) and not starts:
             self.eqns.append(eqn)
+        elif is_cast and _jaxpr.is_float32(eqn.outvars[0]):
+            self._casts[eqn.outvars[0]] = self.renamed[floating[0]]
         elif is_cast and not is_to_half:
-            wide = self.renamed[floating[0]]
-            if _jaxpr.is_float32(eqn.outvars[0]):
-                self._casts[eqn.outvars[0]] = wide
-            else:
-                self.eqns.append(eqn.replace(invars=[wide]))
+            self.eqns.append(eqn.replace(invars=[self.renamed[floating[0]]]))
         elif is_entered(eqn):
             self._add_call(eqn)
-        elif self._can_be_float32(eqn, is_alone and not reads_rows):
+        else:
+            self._add_operation(eqn, floating, self._plain.issuperset(others))
+
+    def _note(self, eqn: JaxprEqn, floating: Sequence[Var]) -> None:
+        """Notes what the results are computed from."""
+        is_data = eqn.primitive.name in _jaxpr.PRODUCTS or is_entered(eqn)
+        if self._plain.issuperset(floating) and not eqn.effects:
+            self._plain.update(eqn.outvars)
+        elif self._is_part(eqn) or (all(map(self._is_known, floating)) and not is_data):
+            self._wide.update(filter(_jaxpr.is_float32, eqn.outvars))
+        are_made = all(v in self._made or self._is_known(v) for v in floating)
+        if are_made and not looks_up_rows(eqn):
+            self._made.update(filter(is_in_half, eqn.outvars))
+
+    def _read_often(self, eqn: JaxprEqn) -> list[Var]:
+        """Returns constants of a loop, and a table of rows that is made."""
+        if looks_up_rows(eqn):
+            return [v for v in variables(eqn.invars[:1]) if v in self._made]
+        loop = _jaxpr.scan_of(eqn)
+        return variables(eqn.invars[: loop.consts]) if loop else []
+
+    def _add_operation(
+        self, eqn: JaxprEqn, floating: Sequence[Var], is_alone: bool
+    ) -> None:
+        """Adds an operation; `is_alone`: it reads no other half-precision arrays."""
+        name = eqn.primitive.name
+        finds_rows = looks_up_rows(eqn)
+        reads_rows = not (finds_rows or self._rows.isdisjoint(floating))
+        if self._can_be_float32(eqn, is_alone and not reads_rows):
             self._add_in_float32(eqn)
             if finds_rows or (name == "reshard" and reads_rows):
                 rows = map(self.float32_of, eqn.outvars)
@@ -241,11 +254,6 @@ class _Program:
         if atom not in self.renamed:
             self._cast(atom, self._rename(atom), near)
         return self.renamed[atom]
-
-
-def _read_in_each_turn(eqn: JaxprEqn) -> list[Var]:
-    loop = _jaxpr.scan_of(eqn)
-    return variables(eqn.invars[: loop.consts]) if loop else []
 
 
 def _results_in_float32(

@@ -85,15 +85,19 @@ class _Program:
         eqn = eqn.replace(invars=inputs)
         floating = [v for v in variables(inputs) if _jaxpr.is_floating(v)]
         name = eqn.primitive.name
-        is_data = name in _jaxpr.PRODUCTS or is_entered(eqn)
-        if self._plain.issuperset(floating) and not eqn.effects:
+        is_product = name in _jaxpr.PRODUCTS
+        is_data = is_product or is_entered(eqn) or _jaxpr.has_effects(eqn)
+        is_plain = self._plain.issuperset(floating)
+        if is_plain and not eqn.effects:
             self._plain.update(eqn.outvars)
         elif self._is_part(eqn) or (all(map(self._is_known, floating)) and not is_data):
             self._wide.update(filter(_jaxpr.is_float32, eqn.outvars))
         read_often = _read_in_each_turn(eqn)
         if looks_up_rows(eqn):
             read_often = [v for v in variables(eqn.invars[:1]) if v in self._made]
-        elif all(v in self._made or self._is_known(v) for v in floating):
+        elif not is_plain and all(
+            v in self._made or self._is_known(v) for v in floating
+        ):
             self._made.update(filter(is_in_half, eqn.outvars))
         for v in read_often:
             # JAX adds up its cotangents, whatever it is computed from.
@@ -128,7 +132,7 @@ class _Program:
         else:
             self._add_in_half(eqn)
             # What a product returns is data, and so is what is computed from rows.
-            if is_alone and not reads_rows and name not in _jaxpr.PRODUCTS:
+            if is_alone and not reads_rows and not is_product:
                 for v in filter(is_in_half, eqn.outvars):
                     self._cast(v, self._rename(v), eqn)
 
@@ -201,7 +205,7 @@ class _Program:
         results = [self._rename(v) if is_in_half(v) else v for v in eqn.outvars]
         # jax 0.10 on: of products and sums.
         params = {k: None if k == "out_dtype" else x for k, x in eqn.params.items()}
-        if update := params.get("update_jaxpr"):  # of a scatter that adds
+        if update := params.get("update_jaxpr"):  # of a scatter
             params["update_jaxpr"] = widened(update, update.invars, ()).jaxpr
         self.eqns.append(eqn.replace(invars=inputs, outvars=results, params=params))
 

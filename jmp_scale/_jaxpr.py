@@ -77,7 +77,8 @@ ANY_DTYPE = CHEAP - words("""
     bitcast_convert_type convert_element_type iota nextafter
 """) | words("""
     cumlogsumexp cummax cummin cumprod cumsum dynamic_update_slice gather ppermute
-    reduce_window_sum scatter scatter-add
+    reduce_window_sum scatter scatter-add scatter-max scatter-min scatter-mul
+    scatter-sub
 """)
 # Operands may be scalars, or have axes of size 1 for larger ones of the result.
 REPEATS = words("add atan2 div max min mul pow rem sub")

@@ -26,7 +26,7 @@ def only(jaxpr):
 
 # Primitives that only some versions of JAX have.
 VERSIONED = {"scaled_dot", "unreduced_psum", "closed_call", "tile"}
-VERSIONED |= {"log2", "one_minus_square"}
+VERSIONED |= {"log2", "one_minus_square", "stack"}
 TABLES = "PRODUCTS CALLS SAME_ENTRIES SCALINGS CHEAP _UNLISTED"
 
 

@@ -362,9 +362,10 @@ class Interpreter:
             v = eqn.invars[i]
             if isinstance(v, Var) and v in reading.stored and not reading.is_data(v):
                 operands[i] = values[v].astype(reading.stored[v])
+        known = reading.halves_of_stored.union(reading.stored)
         for i in places_rounded_in_turns(eqn):
             v = eqn.invars[i]
-            if isinstance(v, Var) and not reading.is_data(v):
+            if isinstance(v, Var) and v in known and not reading.is_data(v):
                 operands[i] = self._noting(operands[i], [eqn])
 
         def origin_of(place: int | None) -> Origin:

@@ -110,13 +110,15 @@ class _Program:
 
     def _note(self, eqn: JaxprEqn, floating: Sequence[Var]) -> None:
         """Notes what the results are computed from."""
-        is_data = eqn.primitive.name in _jaxpr.PRODUCTS or is_entered(eqn)
-        if self._plain.issuperset(floating) and not eqn.effects:
+        is_product = eqn.primitive.name in _jaxpr.PRODUCTS
+        is_data = is_product or is_entered(eqn) or _jaxpr.has_effects(eqn)
+        is_plain = self._plain.issuperset(floating)
+        if is_plain and not eqn.effects:
             self._plain.update(eqn.outvars)
         elif self._is_part(eqn) or (all(map(self._is_known, floating)) and not is_data):
             self._wide.update(filter(_jaxpr.is_float32, eqn.outvars))
         are_made = all(v in self._made or self._is_known(v) for v in floating)
-        if are_made and not looks_up_rows(eqn):
+        if are_made and not (is_plain or looks_up_rows(eqn)):
             self._made.update(filter(is_in_half, eqn.outvars))
 
     def _read_often(self, eqn: JaxprEqn) -> list[Var]:
@@ -214,7 +216,7 @@ class _Program:
         results = [self._rename(v) if is_in_half(v) else v for v in eqn.outvars]
         # jax 0.10 on: of products and sums.
         params = {k: None if k == "out_dtype" else x for k, x in eqn.params.items()}
-        if update := params.get("update_jaxpr"):  # of a scatter that adds
+        if update := params.get("update_jaxpr"):  # of a scatter
             params["update_jaxpr"] = widened(update, update.invars, ()).jaxpr
         self.eqns.append(eqn.replace(invars=inputs, outvars=results, params=params))
 
@@ -308,8 +310,9 @@ def _is_read(eqn: JaxprEqn) -> bool:
     return _passes_on(eqn) or is_entered(eqn)
 
 
-def _is_read_or_call(eqn: JaxprEqn) -> bool:
-    return _passes_on(eqn) or bool(_jaxpr.subjaxprs(eqn))
+def _is_no_product(eqn: JaxprEqn) -> bool:
+    is_product = eqn.primitive.name in _jaxpr.PRODUCTS
+    return not is_product and any(map(_jaxpr.is_floating, eqn.outvars))
 
 
 def _parts_of(
@@ -345,7 +348,7 @@ def places_as_stored(eqn: JaxprEqn, stored: Collection[Var]) -> list[int]:
 
 
 def places_rounded_in_turns(eqn: JaxprEqn) -> list[int]:
-    """Returns the positions of carries of a loop that calls as traced pass on.
+    """Returns the positions of carries of a loop that it passes on as traced.
 
     Where nothing else does, what a turn adds to a cotangent is half precision.
     """
@@ -354,7 +357,7 @@ def places_rounded_in_turns(eqn: JaxprEqn) -> list[int]:
         return []
     flat, last = _inlined(loop.body), loop.consts + loop.carry
     outputs = flat.outvars[: loop.carry]
-    found = {*filter(is_in_half, _parts_of(flat, outputs, _is_read_or_call))}
+    found = {*filter(is_in_half, _parts_of(flat, outputs, _is_no_product))}
     found -= _parts_of(flat, outputs, _is_read)
     return [i for i in range(loop.consts, last) if flat.invars[i] in found]
 

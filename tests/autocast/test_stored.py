@@ -260,7 +260,10 @@ PROGRAMS = {
         carried(lambda w, step: (n32(w) * 0.999 + step).astype(w.dtype)),
         W,
     ),
-    "carry, data in a row": (carried(lambda w, step: w.at[:, 1].add(step[:, 1])), W),
+    "carry, data in a row": (
+        carried(lambda w, s: w.at[:, 1].add(s[:, 1]).at[0].max(s[0] - 1)),
+        W,
+    ),
     "carry, data by cond": (
         carried(lambda w, s: lax.cond(s[0, 0, 0] > 0, lambda: w + s, lambda: s + w)),
         W,
@@ -497,6 +500,19 @@ def test_it_is_one_whatever_is_around(around):
     assert error <= 1.5 * wide + roundings * 2.0**-9
 
 
+def test_half_precision_arrays_of_a_float32_program_stay_as_cast():
+    def fun(w, x, ids):
+        ref = jax.new_ref(jnp.zeros_like(x))
+        ref[...] = 1.2345 * x
+        y = jax.nn.one_hot(ids, N, dtype="bfloat16")[ids % 4]
+        return ref[...].astype("bfloat16") * 3, y @ w
+
+    args = W, X[0], DATA.ids[:8]
+    half = autocast(fun, "bfloat16", recompute=False)
+    np.testing.assert_array_equal(half(*args)[0], fun(*args)[0])
+    assert str(jax.make_jaxpr(half)(*args)).count(" gather[") == 1
+
+
 def test_a_while_reads_the_stored_values():
     def fun(d, w):
         def turn(carry):
@@ -552,6 +568,13 @@ def test_a_sum_out_of_reach_is_told_once_by_line_and_a_cast_cures_it(name):
     assert not told(cast, half)
     error, wide = errors_of(cast, [W], "bfloat16")
     assert error <= 1.5 * wide + 2.0**-9
+
+
+def test_a_carry_that_the_user_cast_is_not_told():
+    def fun(d, w):
+        return near(n32(passed_on(d.x, w.astype("bfloat16"))))
+
+    assert not told(fun, W)
 
 
 @pytest.mark.filterwarnings("ignore:autocast")

@@ -355,9 +355,13 @@ class Interpreter:
 
         return noting(note, x)
 
-    def _call(self, eqn: JaxprEqn, reading: Reading, values: Values) -> Arrays | None:
-        """Evaluates an equation with products in nested jaxprs, if it can be read."""
+    def _operands(
+        self, eqn: JaxprEqn, reading: Reading, values: Values
+    ) -> list[jax.Array]:
+        """Returns a call's operands, of which stored arrays may be half precision."""
         operands = [_jaxpr.value_of(v, values) for v in eqn.invars]
+        if not reading.stored:
+            return operands
         for i in places_as_stored(eqn, reading.stored):
             v = eqn.invars[i]
             if isinstance(v, Var) and v in reading.stored and not reading.is_data(v):
@@ -367,6 +371,11 @@ class Interpreter:
             v = eqn.invars[i]
             if isinstance(v, Var) and v in known and not reading.is_data(v):
                 operands[i] = self._noting(operands[i], [eqn])
+        return operands
+
+    def _call(self, eqn: JaxprEqn, reading: Reading, values: Values) -> Arrays | None:
+        """Evaluates an equation with products in nested jaxprs, if it can be read."""
+        operands = self._operands(eqn, reading, values)
 
         def origin_of(place: int | None) -> Origin:
             if place is None:

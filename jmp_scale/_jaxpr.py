@@ -72,18 +72,6 @@ CHEAP = LINEAR - {"gather"} | words("""
     reduce_min reduce_or reduce_precision reduce_prod rem round rsqrt shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh xor
 """)
-# The result's dtype is that of the operands, whatever that is.
-ANY_DTYPE = CHEAP - words("""
-    bitcast_convert_type convert_element_type iota nextafter
-""") | words("""
-    cumlogsumexp cummax cummin cumprod cumsum dynamic_update_slice gather ppermute
-    reduce_window_sum scatter scatter-add scatter-max scatter-min scatter-mul
-    scatter-sub
-""")
-# Operands may be scalars, or have axes of size 1 for larger ones of the result.
-REPEATS = words("add atan2 div max min mul pow rem sub")
-# Of references to arrays.
-REFERENCES = words("addupdate freeze get new_ref swap")
 # Parts of the names of primitives that wait for a condition, or pass their operands to
 # the host: io_callback, pure_callback, debug_callback, pallas_call.
 WAITS_OR_SHOWS = words("while cond check callback ffi_call custom_call pallas")
@@ -216,7 +204,6 @@ _REPLACED = {
     "CheckpointName": "name",
     "CheckpointNameFwd": "name",
     "Scan3": "scan3",
-    "AutocastProducts": "custom_jvp_call",  # our own, of `_autocast.policies`
 }
 
 

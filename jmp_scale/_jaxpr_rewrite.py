@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.source_info_util import NameStack
 from jax.sharding import AxisType, Sharding
 
@@ -136,54 +136,6 @@ def _sharding_constraint(x: Var, sharding: Sharding, call: JaxprEqn) -> JaxprEqn
         ctx=call.ctx,
         source_info=call.source_info,
     )
-
-
-def with_dtype(v: Var, dtype: np.dtype) -> Var:
-    """Returns a new variable for an array or a reference, of another dtype."""
-    aval: Any = v.aval
-    if _jaxpr.is_reference(v):
-        return Var(aval.update(inner_aval=aval.inner_aval.update(dtype=dtype)))
-    return Var(aval.update(dtype=dtype, weak_type=False))
-
-
-def cast(old: Var, new: Var, near: JaxprEqn) -> JaxprEqn:
-    """Returns the equation that casts one variable to another, where `near` is."""
-    params = {"new_dtype": _jaxpr.dtype_of(new), "weak_type": False, "sharding": None}
-    return _of_one(jax.lax.convert_element_type_p, params, old, new, near)
-
-
-def broadcast(old: Var, new: Var, near: JaxprEqn) -> JaxprEqn:
-    """Returns the equation that repeats a variable, where `near` is.
-
-    Its axes are the last ones of the new variable, whose size they have, or 1.
-    """
-    aval: Any = new.aval
-    missing = len(aval.shape) - len(_jaxpr.shape(old))
-    params = {
-        "shape": aval.shape,
-        "broadcast_dimensions": tuple(range(missing, len(aval.shape))),
-        "sharding": aval.sharding if any(aval.sharding.spec) else None,
-    }
-    return _of_one(jax.lax.broadcast_in_dim_p, params, old, new, near)
-
-
-def _of_one(
-    primitive: Primitive, params: dict[str, Any], old: Var, new: Var, near: JaxprEqn
-) -> JaxprEqn:
-    """Returns an equation of one operand and one result, where `near` is."""
-    return near.replace(
-        primitive=primitive,
-        params=params,
-        invars=[old],
-        outvars=[new],
-        effects=frozenset(),
-    )
-
-
-def cast_literal(literal: Literal, dtype: np.dtype) -> Literal:
-    """Returns a literal with its value in another dtype."""
-    aval: Any = literal.aval
-    return Literal(np.asarray(literal.val).astype(dtype), aval.update(dtype=dtype))
 
 
 def excerpt(

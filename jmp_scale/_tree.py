@@ -17,7 +17,6 @@ T = TypeVar("T")
 
 # Flax's name for float8 scales and histories of maxima (google/flax#3623).
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
-_ARRAY = object()  # stands for an array
 
 
 def is_inexact(leaf: Leaf) -> bool:
@@ -189,28 +188,6 @@ def with_arrays(tree: PyTree) -> PyTree:
 def is_variable(x: object) -> bool:
     """Whether a node is an NNX variable."""
     return hasattr(x, "copy_from")  # Flax need not be imported
-
-
-class FlatCall:
-    """A call as a function from arrays to arrays: other leaves are fixed."""
-
-    def __init__(self, fun: Function, args: PyTree, kwargs: PyTree) -> None:
-        self._fun = fun
-        arrays, self._rejoin = split_arrays((args, kwargs), is_leaf=is_module)
-        self.arrays = list(map(jnp.asarray, arrays))
-        self.__name__ = self.__qualname__ = getattr(fun, "__name__", "fun")
-
-    def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
-        args, kwargs = self._rejoin(arrays)
-        results, self._out_tree = jax.tree.flatten(self._fun(*args, **kwargs))
-        self._out = [_ARRAY if isinstance(x, jax.Array) else x for x in results]
-        return [x for x in results if isinstance(x, jax.Array)]
-
-    def result(self, arrays: Arrays) -> PyTree:
-        """Returns the result of the call, with these arrays in it."""
-        left = iter(arrays)
-        out = [next(left) if x is _ARRAY else x for x in self._out]
-        return jax.tree.unflatten(self._out_tree, out)
 
 
 def split_arrays(

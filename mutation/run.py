@@ -57,7 +57,7 @@ TESTS = {
     "autocast/test_autocast autocast/test_exact",
     "_autocast/products": "autocast/test_products autocast/test_autocast "
     "autocast/test_exact",
-    "_autocast/higher_order": "autocast/test_autocast autocast/test_stored",
+    "_autocast/higher_order": "autocast/test_autocast autocast/test_types_first",
     "_autocast/marks": "autocast/test_marks autocast/test_autocast",
     **dict.fromkeys(
         ("_jaxpr", "_jaxpr_rewrite"),
@@ -65,7 +65,7 @@ TESTS = {
     ),
     "_autocast/dot_general": "autocast/test_dot_general",
     "_autocast/picks": "autocast/test_picks",
-    "_autocast/stored": "autocast/test_stored",
+    "_autocast/types_first": "autocast/test_types_first",
     "_half_storage/bfloat16": "half_storage/test_bfloat16 half_storage/test_storage",
     "_half_storage/parameters": "half_storage/test_parameters test_checkpoints",
     "_half_storage/storage": "half_storage/test_storage test_unreduced",

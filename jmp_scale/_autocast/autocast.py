@@ -1,20 +1,9 @@
 """`autocast`: a float32 function in, a mixed-precision one out.
 
-The function is traced, and its jaxpr evaluated by one of two floors: the *cast*
-(`interpreter`), which evaluates equation by equation, or on top of it what is in the
-folder `recompute`. Nothing but this module imports from both.
-
-Words, here and below:
-
-- product: a matrix product or convolution. Its operands are its first two inputs.
-- fate: why a product becomes half precision or not (`products`).
-- provenance: where a value comes from. Given are the arguments and constants, data is
-  whatever is not computed from these alone (`provenance`).
-- residual: a value that is saved by the forward pass for the backward pass.
-- copy: the half-precision cast of an operand, made once.
-- stored: an array in half precision that is float32 in the program, so that its
-  gradient is summed in float32 (`stored`).
-- live: inputs with tangents that are not zero.
+The function is traced as a float32 program (`types_first`). The jaxpr is evaluated
+equation by equation (`interpreter`), or by a plan on top of it (`recompute`). Nothing
+but this module imports from both. README.md, beside this file, has the ideas, the words
+and what was tried and refused.
 """
 
 import functools
@@ -26,16 +15,15 @@ from jax.typing import DTypeLike
 
 from .. import _jaxpr
 from .._jaxpr import PRODUCTS, Program
-from .._policy import checked_half
-from .._tree import FlatCall, is_module
+from .._policy import checked_half, is_half
+from .._tree import is_module
 from .._validation import require_bool, require_function, warn
-from .higher_order import as_dtypes
+from .derivatives import Traces
 from .interpreter import Interpreter, Notes
-from .linear import Traces
 from .marks import checked_names, is_unscaled, tracing
 from .provenance import Origin
 from .recompute.units import RecomputingInterpreter
-from .stored import is_in_half
+from .types_first import trace
 
 F = TypeVar("F", bound=Callable[..., Any])
 _CLOSURE = (
@@ -69,14 +57,18 @@ def autocast(
 
     The backward pass reads what the forward pass read, bit for bit, with one exception:
     the derivative of a softmax reads the probabilities that the next product read,
-    divided by their sum. Values do not depend on the machine. What the user cast stays
-    as cast; what is computed from weights that are stored in half precision, and from
-    nothing else, is float32.
+    divided by their sum. Values do not depend on the machine. What `fun` casts itself
+    stays as cast.
 
-    Weights' gradients are float32 from the product on; those of convolutions and
-    `ragged_dot` are half precision at first. The gradient of a weight that is stored in
-    half precision is a float32 sum over all that read it, rounded once. Call the result
-    inside `jax.jit`: outside of it, each call retraces.
+    Half-precision arrays among the arguments are float32 arrays in `fun`, and so are
+    those that `fun` holds as a pytree, a partial, a bound method or a closure. Results
+    have the dtypes that `fun` returns without `autocast`. A function that cannot be
+    traced so, because it names half-precision dtypes, is traced as it stands.
+
+    A matrix product returns the gradient of a weight in float32; a convolution and
+    `ragged_dot` return it in half precision, and it is then cast. The gradient of a
+    weight that is stored in half precision is a float32 sum over all that read it,
+    rounded once. Call the result inside `jax.jit`: outside of it, each call retraces.
     `diagnostics.precision_report` lists its dtypes.
 
     Args:
@@ -109,8 +101,9 @@ def autocast(
         `keep_float32` or `float32_results` matches nothing; once, if float16 gradients
         have no loss scale: in `jmp_scale.value_and_grad` of a `NoOpLossScale`, and
         where the `value_and_grad` of JAX, Equinox or NNX is given the result itself;
-        once for each loop that is differentiated, with its line, if it still sums a
-        stored weight's gradient in half precision, as in a `custom_vjp`.
+        once for each differentiated loop that adds up the gradient of an array in half
+        precision, with its line: of an array that is no argument, or if `fun` names
+        half-precision dtypes itself.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale
@@ -136,11 +129,10 @@ def autocast(
                 "whose writes would be lost: use jmp_scale.nnx.autocast, or close over "
                 "a module that is only read"
             )
-        flat = FlatCall(fun, args, kwargs)
         # The setting is for what stays float32.
         setting = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009
         with tracing(forward), jax.default_matmul_precision(None):
-            jaxpr = jax.make_jaxpr(flat)(*flat.arrays)
+            jaxpr, arrays, returned = trace(fun, args, kwargs)
         notes = Notes(warned, is_unscaled=is_unscaled(jaxpr))
         evaluator = RecomputingInterpreter if recompute else Interpreter
         cast = evaluator(
@@ -153,16 +145,15 @@ def autocast(
             share_casts=bool(share_casts),
             setting=setting,
         )
-        origins = [Origin.PARAMETER] * len(flat.arrays)
+        origins = [Origin.PARAMETER] * len(arrays)
         try:
-            results = cast.evaluate(jaxpr, origins, *flat.arrays)
+            results = cast.evaluate(jaxpr, origins, *arrays)
         except jax.errors.UnexpectedTracerError as error:
             raise jax.errors.UnexpectedTracerError(_CLOSURE) from error
         _warn_of_names("keep_float32", names, notes)
         _warn_of_names("float32_results", wide, notes)
         _warn_of_nothing(jaxpr, notes)
-        dtypes = (_jaxpr.dtype_name(v) for v in _jaxpr.bare(jaxpr).outvars)
-        return flat.result(as_dtypes(dtypes, results))
+        return returned(results)
 
     return in_half_precision  # pyright: ignore[reportReturnType]
 
@@ -183,7 +174,7 @@ def _warn_of_nothing(jaxpr: Program, notes: Notes) -> None:
     """Warns once where no product became half precision."""
     products = (e for e in _jaxpr.equations(jaxpr) if e.primitive.name in PRODUCTS)
     atoms = (v for e in products for v in (*e.invars, *e.outvars))
-    if not notes.any_half and not any(map(is_in_half, atoms)):
+    if not notes.any_half and not any(is_half(_jaxpr.dtype_name(v)) for v in atoms):
         notes.warn_once(
             "no product",
             "autocast: no product became half precision: there is none, or all are of "

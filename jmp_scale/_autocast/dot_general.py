@@ -112,7 +112,9 @@ def _transposed(cotangent: jax.Array, *operands: Any, **params: Any) -> jax.Arra
 
 def _batched(
     axis: Any, operands: Any, axes: Any, **params: Any
-) -> tuple[jax.Array, int]:
+) -> tuple[jax.Array, int | None]:
+    if all(each is None for each in axes):
+        return _OWN.bind(*operands, **params), None
     product = functools.partial(_JAXS.bind, **params)
     return _by_algorithm(jax.vmap(product, axes), *operands), 0
 

@@ -4,12 +4,10 @@ They are put back through JAX's public functions, because the parameters of its
 higher-order primitives are not an interface.
 """
 
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
@@ -20,10 +18,9 @@ from .._types import Arrays
 
 # "policy": of a checkpoint that chooses itself what is saved.
 Part = Literal["loop", "rule", "policy", ""]
-# `body(jaxpr, places, part_of, dtypes)` returns a function in place of the jaxpr.
-# `places` has, for each input, the position of the equation's operand that it is in
-# every run, or None. `dtypes` are those of results, by default the equation's: they may
-# be float32 in place of half precision.
+# `body(jaxpr, places, part_of)` returns a function in place of the jaxpr. `places` has,
+# for each input, the position of the equation's operand that it is in every run, or
+# None.
 Body = Callable[..., Callable[..., Arrays]]
 
 
@@ -34,7 +31,6 @@ def _scan(eqn: JaxprEqn, operands: Arrays, body: Body) -> Arrays | None:
     first, last = loop.consts, loop.consts + loop.carry
     places = [None if first <= i < last else i for i in range(len(operands))]
     function = body(loop.body, places, "loop")
-    dtypes = [*map(_jaxpr.dtype_name, eqn.outvars[: loop.carry])]
 
     def step(carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
         results = function(*operands[:first], *carry, *xs)
@@ -42,7 +38,7 @@ def _scan(eqn: JaxprEqn, operands: Arrays, body: Body) -> Arrays | None:
 
     carry, ys = lax.scan(
         step,
-        init=as_dtypes(dtypes, operands[first:last]),
+        init=[*operands[first:last]],
         xs=[*operands[last:]],
         length=loop.trips,
         reverse=eqn.params["reverse"],
@@ -87,11 +83,15 @@ def _while(eqn: JaxprEqn, operands: Arrays, body: Body) -> Arrays | None:
 
 
 def _cond(eqn: JaxprEqn, operands: Arrays, body: Body) -> Arrays | None:
-    if eqn.params.get("branches_platforms"):
+    if _chooses_platform(eqn):
         return None  # public functions cannot put these branches back
     places = range(1, len(operands))
     branches = [body(branch, places, "") for branch in eqn.params["branches"]]
     return lax.switch(operands[0], branches, *operands[1:])
+
+
+def _chooses_platform(eqn: JaxprEqn) -> bool:
+    return bool(eqn.params.get("branches_platforms"))
 
 
 def _jit(eqn: JaxprEqn, operands: Arrays, body: Body) -> Arrays:
@@ -116,8 +116,6 @@ def _custom_jvp(eqn: JaxprEqn, operands: Arrays, body: Body) -> Arrays | None:
     fun = jax.custom_jvp(body(jaxpr, range(len(operands)), ""))
     first, count = _jaxpr.params_of(eqn).get("num_consts", 0), len(eqn.outvars)
     moves = [not stays for stays in given.zeros]
-    dtypes = [*map(_jaxpr.dtype_name, eqn.outvars)]
-    dtypes += itertools.compress(dtypes, moves)
 
     def rule(primals: Arrays, tangents: list[Any]) -> tuple[Arrays, list[Any]]:
         pairs = zip(primals, tangents, strict=True)
@@ -125,7 +123,7 @@ def _custom_jvp(eqn: JaxprEqn, operands: Arrays, body: Body) -> Arrays | None:
             zero_from_primal(x) if isinstance(t, SymbolicZero) else t for x, t in pairs
         ]
         inputs = [*primals[first:], *moving[first:]]
-        results = body(given.jaxpr, [None] * len(inputs), "rule", dtypes)(*inputs)
+        results = body(given.jaxpr, [None] * len(inputs), "rule")(*inputs)
         outs, moved = results[:count], iter(results[count:])
         # JAX takes symbolic zeros of rules that may be given some.
         return outs, [
@@ -167,25 +165,47 @@ CALLS: dict[str, Callable[[JaxprEqn, Arrays, Body], Arrays | None]] = {
 }
 
 
-def is_entered(eqn: JaxprEqn) -> bool:
-    """Whether a call is put back with float32 arrays in place of half ones."""
-    match _jaxpr.name_of(eqn):
-        case "scan":
-            return _jaxpr.scan_of(eqn) is not None
-        case "cond":
-            return not eqn.params.get("branches_platforms")
-        case "custom_jvp_call":
-            return _jaxpr.jvp_rule(eqn) is not None
-        case name:
-            return name in CALLS and name != "while"  # it has no gradient
+def places_as_stored(eqn: JaxprEqn) -> Sequence[int]:
+    """Returns the positions of operands that a call may get in half precision.
+
+    Each iteration of a scan reads one slice of a stack, of which a float32 copy would
+    be made as a whole. Behind the barriers of a checkpoint there would be one, too.
+    """
+    if loop := _jaxpr.loop_of(eqn):
+        first = loop.offset + loop.consts  # of the carry
+        return [*range(first), *range(first + loop.carry, len(eqn.invars))]
+    # The rule of a function is traced for operands of its own types.
+    is_entered = _jaxpr.name_of(eqn) in CALLS and not _chooses_platform(eqn)
+    has_rule = _jaxpr.name_of(eqn) == "custom_jvp_call"
+    return range(len(eqn.invars) if is_entered and not has_rule else 0)
 
 
-def as_dtypes(dtypes: Iterable[str], values: Arrays) -> list[jax.Array]:
-    """Casts arrays to dtypes of these names, from float32 to half precision or back."""
+def places_in_every_run(eqn: JaxprEqn) -> Sequence[int]:
+    """Returns the positions of operands that a loop reads in each iteration."""
+    loop = _jaxpr.loop_of(eqn)
+    return range(loop.offset + loop.consts if loop else 0)
 
-    def cast(dtype: str, x: jax.Array) -> jax.Array:
-        pair = {dtype, jnp.result_type(x).name}  # a literal may be a bool of Python
-        differs = "float32" in pair and any(map(is_half, pair))
-        return x.astype(dtype) if differs else x
 
-    return [*map(cast, dtypes, values)]
+def loops_that_add_up(eqn: JaxprEqn) -> list[JaxprEqn]:
+    """Finds loops that add up the gradient of a half-precision operand as traced.
+
+    It is added to in each iteration: where it is the carry of a loop, or where a loop
+    reads it within a call that is not entered, or that has a rule.
+    """
+    if loop := _jaxpr.scan_of(eqn):
+        carry = eqn.invars[loop.consts : loop.consts + loop.carry]
+        return [eqn] if any(map(_is_in_half, carry)) else []
+    if places_as_stored(eqn):
+        return []
+    found = []
+    for each in _jaxpr.equations_within(eqn):
+        # A `while` has a gradient only within a function that has its own.
+        loop = _jaxpr.loop_of(each)
+        if loop is not None and loop.trips != 1:
+            read = each.invars[loop.offset : loop.offset + loop.consts]
+            found += [each] if any(map(_is_in_half, read)) else []
+    return found
+
+
+def _is_in_half(atom: _jaxpr.Atom) -> bool:
+    return is_half(_jaxpr.dtype_name(atom))

@@ -10,6 +10,7 @@ A product reads half-precision copies of its operands. Its gradients flow to
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,52 +22,29 @@ from jax.ad_checkpoint import checkpoint_name
 from .. import _jaxpr
 from .._jaxpr import JaxprEqn, NameStack, Program, Var
 from .._jaxpr_rewrite import with_precision
-from .._policy import is_half
+from .._policy import holds_half, is_half
 from .._types import Arrays
 from .._validation import warn
-from .higher_order import CALLS, Part, as_dtypes
-from .linear import (
-    ByPosition,
+from .derivatives import (
     Traces,
     linear,
     live_of,
     no_tangent,
     noting,
+    with_derivative,
     with_value,
 )
-from .marks import Met, meet
-from .policies import in_sight
-from .products import Product, becomes_half, has_products
-from .provenance import Origin, Reading, Step, read
-from .stored import (
-    is_in_half,
+from .higher_order import (
+    CALLS,
+    Part,
     loops_that_add_up,
     places_as_stored,
-    places_rounded_in_turns,
+    places_in_every_run,
 )
-
-
-class Values(dict[Var, Any]):
-    """The values so far."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.casts: dict[tuple[Var, np.dtype], jax.Array] = {}
-        # Half-precision arrays with the values of float32 ones, which get no gradient.
-        self.stored: dict[Var, jax.Array] = {}
-
-    def cast(self, v: Var, dtype: np.dtype) -> jax.Array:
-        """Returns the cast of a value to a dtype, which all readers share."""
-        if (v, dtype) not in self.casts:
-            self.casts[v, dtype] = self[v].astype(dtype)
-        return self.casts[v, dtype]
-
-    def add_input(self, v: Var, x: jax.Array) -> None:
-        """Adds an input; a half-precision array may be that of a float32 variable."""
-        if _jaxpr.is_float32(v) and is_half(x.dtype):
-            self.stored[v] = x
-            x = x.astype(jnp.float32)
-        self[v] = x
+from .marks import Met, meet
+from .products import Product, becomes_half, has_products
+from .provenance import Origin, Reading, Step, read
+from .values import Stored, Values
 
 
 @dataclasses.dataclass(eq=False)
@@ -100,7 +78,7 @@ class Interpreter:
     # Precision of products that stay float32 and have none of their own.
     setting: str | None = None
     in_loop: bool = False
-    in_rule: bool = False  # of a `custom_jvp`
+    in_rule: bool = False  # of a `custom_jvp`: what it computes is transposed
     in_exempt: bool = False  # in a call that stays float32
 
     @property
@@ -121,20 +99,18 @@ class Interpreter:
         self,
         jaxpr: Program,
         origins: Sequence[Origin],
-        *values: jax.Array,
-        kept: Sequence[int] = (),
+        *values: jax.Array | Stored,
     ) -> list[jax.Array]:
         """Evaluates a program whose inputs have these origins.
 
-        Half-precision inputs that are no data are float32 in it, and so may be results;
-        those at positions `kept` are, as far as they are made of such inputs.
+        The gradient of a half-precision array is added in float32 if the array is
+        given, or if the program was traced with float32 in its place.
         """
-        facts = zip(_jaxpr.bare(jaxpr).invars, origins, values, strict=True)
-        stored = [
-            i
-            for i, (v, origin, x) in enumerate(facts)
-            if is_in_half(v) and (origin or not is_half(x.dtype))
-        ]
+        inputs = dict(zip(_jaxpr.bare(jaxpr).invars, values, strict=True))
+        for (v, x), origin in zip(inputs.items(), origins, strict=True):
+            is_stored = isinstance(x, jax.Array) and is_half(x.dtype)
+            if is_stored and (origin or _jaxpr.is_float32(v)):
+                inputs[v] = Stored.of(x)
         reading = read(
             jaxpr,
             origins,
@@ -142,13 +118,17 @@ class Interpreter:
             is_exempt=self._is_exempt,
             has_float32_result=self._has_float32_result,
             share_casts=self.share_casts,
-            stored=stored,
-            kept=kept,
+            stored={
+                v: x.half.dtype for v, x in inputs.items() if isinstance(x, Stored)
+            },
+            in_loop=self.in_loop,
         )
         found = Values()
-        inputs = zip(reading.jaxpr.invars, values, strict=True)
-        for v, x in (*inputs, *reading.constants.items()):
-            found.add_input(v, x)
+        for v, x in inputs.items():
+            found.put(v, x)
+        for v, x in reading.constants.items():
+            found.put(v, Stored.of(x) if v in reading.stored else x)
+        for v in (*reading.jaxpr.invars, *reading.constants):
             if v in reading.shared:
                 found[v] = self.rounded(found[v])
         self.evaluate_steps(reading, found)
@@ -168,18 +148,18 @@ class Interpreter:
                 results = [self.evaluate_product(step.half_product, reading, values)]
             elif step.product:
                 results = [self._in_own_dtype(step.product, reading, values)]
-            elif _moves_from_afar(eqn, reading):
+            elif step.kind == "move":
                 results = [self._moved(eqn, reading, values)]
             else:
                 results = self._as_traced(step, reading, values)
             self.add(dict(zip(eqn.outvars, results, strict=True)), reading, values)
 
-    def add(
-        self, results: Mapping[Var, jax.Array], reading: Reading, values: Values
-    ) -> None:
+    def add(self, results: Mapping[Var, Any], reading: Reading, values: Values) -> None:
         """Adds values; those that have names are named."""
         for v, x in results.items():
-            values[v] = self.named(v, x, reading, values) if v in reading.names else x
+            values.put(
+                v, self.named(v, x, reading, values) if v in reading.names else x
+            )
 
     def named(
         self, v: Var, x: jax.Array, reading: Reading, values: Values
@@ -230,7 +210,7 @@ class Interpreter:
         not stored in half precision.
         """
         if v in values.stored:
-            return values.stored[v]
+            return values.cast(v, values.stored[v].half.dtype)
         as_is = as_is or (self.in_loop and v in reading.given)
         if v not in reading.halves and (as_is or not _jaxpr.is_float32(v)):
             return values[v]
@@ -260,13 +240,9 @@ class Interpreter:
 
     def _product(self, product: Product, scope: NameStack) -> Callable[..., jax.Array]:
         """Returns the product as a function of operands, copies and other inputs."""
-        tangent_of, traces = self.tangent_of(product), Traces()
+        tangent_of = self.tangent_of(product)
 
-        def evaluate(
-            saved: ByPosition, _: Arrays, copies: Arrays, others: Arrays
-        ) -> jax.Array:
-            if saved:
-                return saved[0].astype(jnp.float32)
+        def evaluate(_: Arrays, copies: Arrays, others: Arrays) -> jax.Array:
             with _jaxpr.scope(scope):
                 return product.forward(self.forward, *copies, *others)
 
@@ -289,13 +265,9 @@ class Interpreter:
             if not live:
                 return no_tangent(result)
             residuals = operands if self.is_mixed else [], copies, others
-            return linear(tangent, residuals, live, traces).astype(result.dtype)
+            return linear(tangent, residuals, live).astype(result.dtype)
 
-        def saved_of(result: jax.Array) -> ByPosition:
-            return {0: result.astype(product.result_dtype(self.forward))}
-
-        products = [product.equation]
-        return in_sight(evaluate, derivative, products, saved_of, self.in_rule)
+        return with_derivative(evaluate, derivative)
 
     def _has_float32_result(self, eqn: JaxprEqn) -> bool:
         return bool(self._meet(self.float32_results, eqn).found)
@@ -316,66 +288,70 @@ class Interpreter:
         eqn, is_call = step.eqn, step.kind == "call"
         results = self._call(eqn, reading, values) if is_call else None
         if results is None:
-            inputs = [_jaxpr.value_of(v, values) for v in eqn.invars]
-            stored = reading.halves_of_stored.intersection(_jaxpr.variables(eqn.invars))
-            if stored and (loops := loops_that_add_up(eqn)):
-                near = [*loops, eqn, *_jaxpr.equations_within(eqn)]
-                for i, v in enumerate(eqn.invars):
-                    if isinstance(v, Var) and v in stored:
-                        inputs[i] = self._noting(inputs[i], near)
+            inputs = self._inputs(eqn, values)
             if _jaxpr.subjaxprs(eqn):
                 inputs = [*map(_with_cotangent_of_its_dtype, inputs)]
             results = _jaxpr.evaluate(with_precision(eqn, self.setting), inputs)
         pairs = zip(eqn.outvars, results, strict=True)
         return [self.rounded(x) if v in reading.shared else x for v, x in pairs]
 
-    def _moved(self, eqn: JaxprEqn, reading: Reading, values: Values) -> jax.Array:
-        """Moves a stored array, whose cotangents are float32, in half precision."""
-        (source, *_), (result,) = _jaxpr.variables(eqn.invars), eqn.outvars
-        dtype = reading.stored[source]
-        wide, stored = values[source], values.stored.get(source)
-        pair = wide, wide.astype(dtype) if stored is None else stored
-        rest = [_jaxpr.value_of(v, values) for v in eqn.invars[1:]]
-        wide, half = (_jaxpr.evaluate(eqn, [x, *rest])[0] for x in pair)
-        values.stored[result] = half
-        return with_value(wide, half.astype(jnp.float32))
+    def _moved(self, eqn: JaxprEqn, reading: Reading, values: Values) -> Stored:
+        """Moves both arrays of a stored one."""
+        moved, *others = eqn.invars
+        wide, half = values.stored[_jaxpr.variables([moved])[0]]
+        others = [_jaxpr.value_of(v, values) for v in others]
+        # Devices then add up its gradient in half precision.
+        wide = wide.astype(half.dtype) if reading.is_sent(eqn) else wide
+        wide, half = (_jaxpr.evaluate(eqn, [x, *others])[0] for x in (wide, half))
+        return Stored(wide.astype(jnp.float32), half)
 
-    def _noting(self, x: jax.Array, near: Sequence[JaxprEqn]) -> jax.Array:
+    def _inputs(self, eqn: JaxprEqn, values: Values) -> list[Any]:
+        """Returns the operands of an equation.
+
+        It warns of a call that adds up the gradient of an operand in half precision.
+        """
+        inputs = [_jaxpr.value_of(v, values) for v in eqn.invars]
+        if values.stored and (loops := loops_that_add_up(eqn)):
+            for i, v in enumerate(eqn.invars):
+                if isinstance(v, Var) and v in values.stored and holds_half(inputs[i]):
+                    inputs[i] = self._noting(inputs[i], loops)
+        return inputs
+
+    def _noting(self, x: jax.Array, loops: Sequence[JaxprEqn]) -> jax.Array:
         """Returns an array whose derivative warns of a sum in half precision."""
-        place = _jaxpr.place_of(near)
+        near = [each for loop in loops for each in _jaxpr.equations_within(loop)]
+        place, shape = _jaxpr.place_of([*loops, *near]), "x".join(map(str, x.shape))
 
         def note() -> None:
             self.notes.warn_once(
                 place,
-                f"autocast: a loop{place} adds up the gradient of a weight in half "
-                "precision, as the weight is stored, because autocast does not change "
-                "a function around or in it; cast the weight to float32 before the "
-                "loop: w.astype(jnp.float32)",
+                f"autocast: a loop{place} adds up the gradient of a {x.dtype} array "
+                f"({shape}) in its dtype, because it is {x.dtype} in the traced "
+                "program; pass it to the function as an argument, or cast it before "
+                "the loop: w.astype(jnp.float32)",
             )
 
         return noting(note, x)
 
-    def _operands(
-        self, eqn: JaxprEqn, reading: Reading, values: Values
-    ) -> list[jax.Array]:
-        """Returns a call's operands, of which stored arrays may be half precision."""
-        operands = [_jaxpr.value_of(v, values) for v in eqn.invars]
-        if not reading.stored:
-            return operands
-        for i in places_as_stored(eqn, reading.stored):
+    def _operands(self, eqn: JaxprEqn, values: Values) -> list[Any]:
+        """Returns the operands of a call, with gradients that are float32 sums.
+
+        So are those of half-precision arrays that a loop reads in each iteration.
+        """
+        operands = self._inputs(eqn, values)
+        for i in places_as_stored(eqn):
             v = eqn.invars[i]
-            if isinstance(v, Var) and v in reading.stored and not reading.is_data(v):
-                operands[i] = values[v].astype(reading.stored[v])
-        known = reading.halves_of_stored.union(reading.stored)
-        for i in places_rounded_in_turns(eqn):
+            if isinstance(v, Var) and (x := values.stored.get(v)):
+                operands[i] = x.read(x.half.dtype)
+        for i in () if self.in_rule else places_in_every_run(eqn):
             v = eqn.invars[i]
-            if isinstance(v, Var) and v in known and not reading.is_data(v):
-                operands[i] = self._noting(operands[i], [eqn])
+            if isinstance(v, Var) and holds_half(operands[i]):
+                operands[i] = values.stored.get(v) or Stored.of(operands[i])
         return operands
 
     def _call(self, eqn: JaxprEqn, reading: Reading, values: Values) -> Arrays | None:
         """Evaluates an equation with products in nested jaxprs, if it can be read."""
-        operands = self._operands(eqn, reading, values)
+        operands = self._operands(eqn, values)
 
         def origin_of(place: int | None) -> Origin:
             if place is None:
@@ -387,10 +363,8 @@ class Interpreter:
             jaxpr: Program,
             places: Sequence[int | None],
             part_of: Part,
-            dtypes: Sequence[str] | None = None,
         ) -> Callable[..., list[jax.Array]]:
-            dtypes = dtypes or [*map(_jaxpr.dtype_name, eqn.outvars)]
-            facts = jaxpr, tuple(map(origin_of, places)), tuple(dtypes)
+            facts = jaxpr, tuple(map(origin_of, places))
             nested = self.within(eqn, part_of)
             return self.traces.made(_nested_function, nested, *facts)
 
@@ -420,26 +394,7 @@ def _with_cotangent_of_its_dtype(x: Any) -> Any:
 
 
 def _nested_function(
-    interpreter: Interpreter,
-    jaxpr: Program,
-    origins: tuple[Origin, ...],
-    dtypes: tuple[str, ...],
+    interpreter: Interpreter, jaxpr: Program, origins: tuple[Origin, ...]
 ) -> Callable[..., list[jax.Array]]:
-    """Returns a function of a jaxpr's inputs; `dtypes` are those of its results."""
-    # A condition has other results than the equation.
-    outputs = _jaxpr.bare(jaxpr).outvars
-    are_results = len(dtypes) == len(outputs)
-    wide = enumerate(zip(outputs, dtypes, strict=True)) if are_results else ()
-    kept = [i for i, (v, name) in wide if is_in_half(v) and not is_half(name)]
-
-    def function(*values: jax.Array) -> list[jax.Array]:
-        results = interpreter.evaluate(jaxpr, origins, *values, kept=kept)
-        return as_dtypes(dtypes, results) if are_results else results
-
-    return function
-
-
-def _moves_from_afar(eqn: JaxprEqn, reading: Reading) -> bool:
-    """Whether an equation looks up rows of a stored array, or sends it to a device."""
-    is_move = eqn.primitive.name in ("gather", "ppermute")
-    return is_move and eqn.outvars[0] in reading.stored
+    """Returns a function of a jaxpr's inputs."""
+    return functools.partial(interpreter.evaluate, jaxpr, origins)

@@ -23,7 +23,7 @@ from jax.extend.core import Primitive
 from .. import _jaxpr
 from .._jaxpr import Atom, JaxprEqn, Var
 from .._types import Leaf
-from .linear import linear
+from .derivatives import linear
 
 Maker = Callable[[Atom], JaxprEqn | None]
 _MODES = "CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS"

@@ -2,7 +2,8 @@
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import jax
@@ -13,7 +14,6 @@ from .. import _jaxpr, _jaxpr_rewrite
 from .._jaxpr import Atom, Jaxpr, JaxprEqn, Var, dtype_name, is_float32, variables
 from .._policy import is_half
 from .._types import Leaf
-from .higher_order import is_entered
 from .picks import as_pick, has_picks, may_pick
 from .products import (
     Fate,
@@ -25,16 +25,19 @@ from .products import (
     matrix_sizes,
     never,
 )
-from .stored import is_in_half, widened
 
 _INTEGERS = "bool", "int", "uint"
 # They run as calls if they pick entries.
 _CALLS = "scan", "scan3", "while", "cond", "remat2", "shard_map"
 
+# Of arrays that are stored in half precision these move entries as stored: rows and
+# what devices send, and outside of loops what both passes then read.
+_SENDS = _jaxpr.words("all_gather gather ppermute reshard")
+_MOVES = _SENDS | _jaxpr.REARRANGES - {"sharding_constraint"}
 # "product": it becomes half precision. "own": a product in the dtype of an operand,
-# which is not `autocast`'s. "call": its nested jaxprs hold products. "other": it runs
-# as it was traced.
-Kind = Literal["product", "own", "call", "other"]
+# which is not `autocast`'s. "call": its nested jaxprs hold products. "move": it moves
+# an array that is stored in half precision. "other": it runs as it was traced.
+Kind = Literal["product", "own", "call", "move", "other"]
 
 
 class Origin(enum.IntEnum):
@@ -94,10 +97,8 @@ class Reading:
     has_float32_result: Callable[[JaxprEqn], bool]
     jaxpr: Jaxpr
     constants: dict[Var, Leaf]  # values, by variable
-    # The dtypes of half-precision arrays that are float32 here, and what is read of
-    # these in half precision.
-    stored: dict[Var, np.dtype]
-    halves_of_stored: set[Var]
+    stored: dict[Var, np.dtype]  # of what is stored in half precision, perhaps moved
+    in_loop: bool
     given: Mapping[Var, Provenance]  # of inputs and constants that are not data
     provenance: dict[Var, Provenance] = dataclasses.field(init=False)
     # The equations of `jaxpr` whose results or effects are wanted.
@@ -113,6 +114,11 @@ class Reading:
     def __post_init__(self) -> None:
         self.provenance = {**self.given}
         self._maker: dict[Var, Step] = {}
+        self._tables: set[Var] = set()  # of which rows are looked up
+        for eqn in reversed(self.jaxpr.eqns if self.stored else ()):
+            is_sent_on = eqn.primitive.name == "reshard" and self._is_table(eqn)
+            if looks_up_rows(eqn) or is_sent_on:
+                self._tables.update(variables(eqn.invars[:1]))
         for eqn in self.jaxpr.eqns:
             step = self._step(self._without_name(eqn))
             self.steps.append(step)
@@ -127,6 +133,15 @@ class Reading:
     def is_data(self, v: Var) -> bool:
         """Whether a value is not computed from arguments and constants alone."""
         return self.origin(v) is Origin.DATA
+
+    def is_sent(self, eqn: JaxprEqn) -> bool:
+        """Whether devices add up the gradient of what it moves in half precision."""
+        if eqn.primitive.name == "reshard":  # rows are added up in float32
+            return is_cheap(eqn) and not self._is_table(eqn)
+        return eqn.primitive.name == "all_gather"
+
+    def _is_table(self, eqn: JaxprEqn) -> bool:
+        return not self._tables.isdisjoint(eqn.outvars)
 
     def _of(self, v: Var) -> Provenance:
         return self.provenance.get(v, _DATA)
@@ -157,30 +172,34 @@ class Reading:
             return Step("own" if product.dtype else "product", eqn, product)
         if may_pick(eqn) and not self._all(variables(eqn.invars[:1]), "origin"):
             return Step("other", as_pick(eqn, self._equation_of, self.constants))
-        reads_stored = any(v in self.stored for v in variables(eqn.invars))
-        if reads_stored and is_entered(eqn):
-            return Step("call", eqn)
+        for v in self._moved(eqn):
+            self.stored[eqn.outvars[0]] = self.stored[v]
+            return Step("move", eqn)
         if has_products(eqn):
             return Step("other" if self.is_exempt(eqn) else "call", eqn)
         is_call = _jaxpr.name_of(eqn) in _CALLS and has_picks(eqn)
         return Step("call" if is_call else "other", eqn)
+
+    def _moved(self, eqn: JaxprEqn) -> list[Var]:
+        """Returns the stored array whose elements an equation moves, if it does."""
+        is_move = eqn.primitive.name in (_SENDS if self.in_loop else _MOVES)
+        return [v for v in variables(eqn.invars[:1]) if is_move and v in self.stored]
 
     def _equation_of(self, atom: Atom) -> JaxprEqn | None:
         maker = self._maker.get(atom) if isinstance(atom, Var) else None
         return maker.eqn if maker else None
 
     def _product(self, eqn: JaxprEqn) -> Product:
-        (lhs, left), (rhs, right) = map(self._operand, variables(eqn.invars[:2]))
+        operands = variables(eqn.invars[:2])
+        (lhs, left), (rhs, right) = (
+            self._before(v, _jaxpr.REARRANGES) for v in operands
+        )
         inputs = [lhs, rhs, *variables(eqn.invars[2:])]
         eqns = [*left, *right, eqn]
         whole = _jaxpr_rewrite.excerpt(self.jaxpr, eqns, inputs, eqn.outvars)
         scope, jaxpr = _jaxpr_rewrite.without_common_scope(whole)
         is_dot = matrix_sizes(eqn) is not None
-        dtypes = [
-            self.stored[v].name if v in self.stored else dtype_name(v)
-            for v in (lhs, rhs)
-        ]
-        half = {*filter(is_half, dtypes)}
+        half = {*filter(is_half, map(self._stored_in, operands))}
         is_own = len(half) == 1 and self.dtype.name not in half
         return Product(
             key=_jaxpr_rewrite.structural_key(jaxpr),
@@ -195,18 +214,21 @@ class Reading:
             has_float32_result=self.has_float32_result(eqn),
         )
 
-    def _operand(self, v: Var) -> tuple[Var, list[JaxprEqn]]:
-        """Returns an operand before its entries are moved, and the moving equations."""
-        moves: list[JaxprEqn] = []
-        while maker := self._maker.get(v):
-            eqn, sources = maker.eqn, variables(maker.eqn.invars)
-            if len(sources) != 1:
+    def _stored_in(self, v: Var) -> str:
+        """Returns the dtype in which the elements of an operand are stored."""
+        source, _ = self._before(v, _jaxpr.SAME_ENTRIES)
+        return self.stored[source].name if source in self.stored else dtype_name(v)
+
+    def _before(self, v: Var, moves: Collection[str]) -> tuple[Var, list[JaxprEqn]]:
+        """Returns an array before its elements were moved, and the moving equations."""
+        eqns: list[JaxprEqn] = []
+        while (maker := self._maker.get(v)) and maker.kind != "move":
+            sources = variables(maker.eqn.invars)
+            if len(sources) != 1 or maker.eqn.primitive.name not in moves:
                 break
-            if eqn.primitive.name not in _jaxpr.REARRANGES:
-                break
-            moves.insert(0, eqn)
+            eqns.insert(0, maker.eqn)
             (v,) = sources
-        return v, moves
+        return v, eqns
 
     def _provenance(self, step: Step) -> Provenance | None:
         """Returns the provenance of an equation's results; None if nothing is known."""
@@ -219,7 +241,8 @@ class Reading:
         data = Provenance(Origin.DATA, is_constant, is_fixed)
         products = (eqn, *_jaxpr.equations_within(eqn))
         products = (e for e in products if e.primitive.name in _jaxpr.PRODUCTS)
-        if step.kind != "other" or any(fate(e) is Fate.IS_HALF for e in products):
+        moves = step.kind in ("move", "other")
+        if not moves or any(fate(e) is Fate.IS_HALF for e in products):
             return data
         indices = variables(eqn.invars[1:2])
         if looks_up_rows(eqn) and not self._all(indices, "is_fixed"):
@@ -248,18 +271,17 @@ def read(
     dtype: np.dtype,
     is_exempt: Callable[[JaxprEqn], bool] = never,
     share_casts: bool = False,
-    stored: Sequence[int] = (),
-    kept: Sequence[int] = (),
+    stored: Mapping[Var, np.dtype] = MappingProxyType({}),
+    in_loop: bool = False,
     has_float32_result: Callable[[JaxprEqn], bool] = never,
 ) -> Reading:
     """Reads a program whose inputs have these origins.
 
     `dtype` is that of products of the forward pass. `is_exempt` says whether a name
     keeps a product float32, or a call with products. `share_casts`: all operations read
-    the cast of what a product reads. `stored` are the positions of half-precision
-    inputs that are float32 in the program that is read, `kept` those of results that
-    are, as far as they are made of such inputs. `has_float32_result` says whether a
-    name keeps the result of a product float32.
+    the cast of what a product reads. `stored` are the dtypes of inputs that are stored
+    in half precision. `has_float32_result` says whether a name keeps the result of a
+    product float32.
     """
 
     def is_open(eqn: JaxprEqn) -> bool:
@@ -272,18 +294,16 @@ def read(
         # A call such as `jnp.take` only moves entries or looks up rows.
         (body,) = map(_jaxpr.bare, _jaxpr.subjaxprs(eqn))
         lookups = (e.primitive.name in _jaxpr.LOOKUPS or is_cheap(e) for e in body.eqns)
-        return all(lookups) or any(map(is_in_half, eqn.invars))
+        return all(lookups)
 
     flat, constants = _jaxpr_rewrite.inlined(jaxpr, is_open)
-    traced = [v for v, x in constants.items() if isinstance(x, Tracer)]
-    halves = [flat.invars[i] for i in stored] + [v for v in traced if is_in_half(v)]
-    program = widened(flat, halves, [flat.outvars[i] for i in kept])
-    flat = program.jaxpr
-    renamed = {v: program.renamed[v] for v in halves}
-    constants = {renamed.get(v, v): x for v, x in constants.items()}
+    stored = {**stored}
+    for v, x in constants.items():
+        if isinstance(x, Tracer) and is_half(dtype_name(v)):
+            stored[v] = _jaxpr.dtype_of(v)
 
     def has_float32_grad(v: Var) -> bool:
-        return is_float32(v) and v not in program.dtypes
+        return is_float32(v) and v not in stored
 
     given = {
         v: Provenance(origin, has_float32_grad=has_float32_grad(v))
@@ -300,8 +320,8 @@ def read(
         has_float32_result=has_float32_result,
         jaxpr=flat,
         constants=constants,
-        stored=program.dtypes,
-        halves_of_stored=program.halves,
+        stored=stored,
+        in_loop=in_loop,
         given=given,
     )
     wanted, steps = {*variables(flat.outvars)}, list[Step]()

@@ -28,8 +28,6 @@ def _round(x: jax.Array) -> jax.Array:
 
 
 round_p.def_impl(_round)
-# JAX asks for it where a program holds objects of `jax.experimental.hijax`.
-setattr(round_p, "to_lojax", _round)  # noqa: B010
 round_p.def_abstract_eval(lambda x: x)
 mlir.register_lowering(round_p, lambda _, x: [x])
 _ON_CPU = mlir.lower_fun(_round, multiple_results=False)

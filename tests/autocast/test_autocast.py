@@ -90,9 +90,12 @@ def kept(fun, *args):
         return jax.tree.leaves(jax.vjp(fun, *args)[1])
 
     jaxpr = jax.make_jaxpr(backward)(*args).jaxpr
-    given = {*jaxpr.invars}
+    given, casts = {*jaxpr.invars}, ("convert_element_type", "stop_gradient")
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "convert_element_type" and eqn.invars[0] in given:
+        name, own = eqn.primitive.name, given.issuperset(_jaxpr.variables(eqn.invars))
+        # A function of one array that returns it: its value, and its gradient.
+        returns = name == "custom_jvp_call" and not eqn.params["call_jaxpr"].eqns
+        if own and (name in casts or returns):
             given.update(eqn.outvars)
     results = [v for v in jaxpr.outvars if not _jaxpr.is_literal(v)]
     return [v.aval for v in dict.fromkeys(results) if v not in given]

@@ -11,7 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from ... import _jaxpr
 from ..._jaxpr import LINEAR, Atom, Jaxpr, JaxprEqn, Var, variables
-from ..linear import no_tangent
+from ..derivatives import no_tangent
 
 # Rows longer than that, as of a vocabulary, are in no kernel of a GPU as a whole.
 _LONGEST_ROW = 16384

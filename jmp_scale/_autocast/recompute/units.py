@@ -15,19 +15,25 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from ... import _jaxpr
 from ..._jaxpr import JaxprEqn, NameStack, Var
 from ..._types import Arrays
+from ..derivatives import (
+    ByPosition,
+    linear,
+    live_of,
+    no_tangent,
+    with_derivative,
+    with_value,
+)
 from ..higher_order import Part
-from ..interpreter import Interpreter, Values
-from ..linear import ByPosition, Traces, linear, live_of, no_tangent, with_value
+from ..interpreter import Interpreter
 from ..marks import CAST
-from ..policies import in_sight
 from ..products import Product
 from ..provenance import Reading
+from ..values import Values
 from .islands import on_gpu, reached_by, softmax_from, softmaxes_of
 from .plan import Unit, make_plan
 
@@ -123,7 +129,7 @@ def _function_of(
     rounded = _rounding(unit, cast)
     tangents_of = [cast.tangent_of(product) for product, _ in unit.products]
     saved_in_half = unit.places("is_saved_in_half")
-    count, traces = len(unit.outputs), Traces()
+    count = len(unit.outputs)
 
     def copies_of(outputs: ByPosition) -> ByPosition:
         return {i: outputs[i].astype(cast.forward) for i in unit.copied}
@@ -132,19 +138,18 @@ def _function_of(
         return outputs | {count + j: x for j, x in enumerate(passed)}
 
     def evaluate(
-        saved: ByPosition, inputs: Arrays, _: Arrays, residuals: Arrays, passed: Arrays
+        inputs: Arrays, _: Arrays, residuals: Arrays, passed: Arrays
     ) -> UnitResults:
         with _jaxpr.scope(island_scope):
             results = _jaxpr.evaluate_all(unit.jaxpr, inputs, change=rounded)
             outputs = dict(enumerate(results))
             halves = copies_of(outputs)
         read = with_passed(outputs | halves, passed)
-        products = {k: x.astype(jnp.float32) for k, x in saved.items()}
+        products = {}
         for k, (product, places) in enumerate(unit.products):
-            if k not in saved:
-                with _jaxpr.scope(product_scopes[k]):
-                    operands = (read[i] for i in places)
-                    products[k] = product.forward(cast.forward, *operands)
+            with _jaxpr.scope(product_scopes[k]):
+                operands = (read[i] for i in places)
+                products[k] = product.forward(cast.forward, *operands)
         return UnitResults(outputs, products, {i: halves[i] for i in saved_in_half})
 
     def tangents(
@@ -191,19 +196,14 @@ def _function_of(
         outputs = {i: results.island[i] for i in unit.places("is_saved")}
         read = residuals, passed, outputs, results.saved, float32
         live = live_of(moves[0]), live_of(moves[1])
-        found, moved = linear(tangents, read, live, traces)
+        found, moved = linear(tangents, read, live)
         return UnitResults(
             island=_or_zeros(results.island, found),
             products=_or_zeros(results.products, moved),
             saved=_or_zeros(results.saved, found),
         )
 
-    def saved_of(results: UnitResults) -> ByPosition:
-        dtypes = [product.result_dtype(cast.forward) for product, _ in unit.products]
-        return {k: x.astype(dtypes[k]) for k, x in results.products.items()}
-
-    products = [product.equation for product, _ in unit.products]
-    return in_sight(evaluate, derivative, products, saved_of, cast.in_rule)
+    return with_derivative(evaluate, derivative)
 
 
 def _rounding(

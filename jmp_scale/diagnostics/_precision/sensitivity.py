@@ -14,9 +14,9 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from ... import _jaxpr
+from ..._autocast.derivatives import Traces, linear, live_of
 from ..._autocast.higher_order import Part
 from ..._autocast.interpreter import Interpreter, Notes, Values
-from ..._autocast.linear import Traces, linear, live_of
 from ..._autocast.marks import meet, tracing
 from ..._autocast.products import Product, becomes_half, sum_of_terms
 from ..._autocast.provenance import Origin, Reading

@@ -15,7 +15,7 @@ from .._source import Place, place_of
 
 _NAMES = {"conv_general_dilated": "a convolution", "dot_general": "a matrix product"}
 _CALLS = CALLS | words("""
-    autocast_linear checkpoint custom_jvp_call custom_vjp_call remat2""")
+    checkpoint custom_jvp_call custom_vjp_call remat2""")
 # Operations that compute each entry of the result from the same entry of the operands.
 _ENTRYWISE = words("add add_any convert_element_type div exp mul sub")
 

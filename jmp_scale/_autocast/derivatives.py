@@ -1,0 +1,113 @@
+"""Functions with derivatives of their own, which save what they read, and no more."""
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+import jax
+from jax.custom_derivatives import SymbolicZero
+
+from .marks import CAST
+
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+T = TypeVar("T")
+ByPosition = dict[int, jax.Array]
+
+# Returns `value`, differentiates as its first argument.
+with_value = jax.custom_jvp(lambda _, value: value)
+with_value.defjvp(lambda both, t: (with_value(*both), t[0]), symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def noting(note: Callable[[], None], x: jax.Array) -> jax.Array:
+    """Returns `x`, and calls `note` when it is differentiated."""
+    return x
+
+
+@noting.defjvp
+def _noted(note: Callable[[], None], primals: Any, tangents: Any) -> Any:
+    note()
+    return noting(note, *primals), *tangents
+
+
+no_tangent = SymbolicZero.from_primal_value
+
+
+def live_of(tangents: Sequence[Any]) -> ByPosition:
+    """Returns the tangents of differentiated inputs, by position."""
+    found = enumerate(tangents)
+    return {i: t for i, t in found if not isinstance(t, SymbolicZero)}
+
+
+def linear(fun: Callable[[A, B], C], residuals: A, tangents: B) -> C:
+    """Returns `fun(residuals, tangents)`, whose transpose saves the residuals alone.
+
+    What a rule for derivatives computes from residuals would be saved for the backward
+    pass, unless that computes it itself, as of a checkpoint.
+
+    Args:
+      fun: a function of two pytrees of arrays, linear in the second one. It may close
+        over traced arrays, which are residuals too.
+      residuals: arrays for the backward pass; those that `fun` reads are saved.
+      tangents: the arrays in which it is linear.
+    """
+    if getattr(jax.config, "jax_remat3", False):  # its checkpoints have no transpose
+        return fun(residuals, tangents)
+    return jax.checkpoint(fun, prevent_cse=False)(residuals, tangents)
+
+
+def with_derivative(
+    forward: Callable[..., Any], derivative: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns `forward` with this derivative, whose products policies can see.
+
+    A policy of `jax.checkpoint` is asked of each product that it meets where a function
+    is differentiated. The rule runs the function inline, so that its products are met.
+    `derivative` takes the results, the arguments and their tangents.
+    """
+
+    def unchanged(results: Any, *args: Any) -> Any:
+        return results
+
+    unchanged.__name__ = forward.__name__ = CAST
+    # Two functions with one derivative. The rule of the first runs `forward` inline,
+    # the second attaches to these results the derivatives that are left. Its inputs
+    # are not stopped: JAX drops the rule of a function of known values, and with it
+    # second derivatives in a scan.
+    function, attach = jax.custom_jvp(forward), jax.custom_jvp(unchanged)
+
+    def attached(results: Any, args: Any, tangents: Any) -> tuple[Any, Any]:
+        results = attach(results, *args)
+        return results, derivative(results, args, tangents)
+
+    def rule(args: Any, tangents: Any) -> tuple[Any, Any]:
+        return attached(forward(*args), args, tangents)
+
+    def rule_of_attach(args: Any, tangents: Any) -> tuple[Any, Any]:
+        return attached(args[0], args[1:], tangents[1:])
+
+    function.defjvp(rule, symbolic_zeros=True)
+    attach.defjvp(rule_of_attach, symbolic_zeros=True)
+    return function
+
+
+class Traces:
+    """A cache of functions by the facts of which they are made, for JAX to trace once.
+
+    Two caches are equal only if they are one.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Any] = {}
+
+    def made(self, make: Callable[..., T], *facts: Hashable) -> T:
+        """Returns `make(*facts)`, or the earlier result for equal facts."""
+        try:
+            is_known = (make, facts) in self._known
+        except TypeError:  # objects of hijax have parameters of any kind
+            return make(*facts)
+        if not is_known:
+            self._known[make, facts] = make(*facts)
+        return self._known[make, facts]

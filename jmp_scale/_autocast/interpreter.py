@@ -108,8 +108,8 @@ class Interpreter:
         """
         inputs = dict(zip(_jaxpr.bare(jaxpr).invars, values, strict=True))
         for (v, x), origin in zip(inputs.items(), origins, strict=True):
-            is_stored = isinstance(x, jax.Array) and is_half(x.dtype)
-            if is_stored and (origin or _jaxpr.is_float32(v)):
+            is_given = origin or _jaxpr.is_float32(v)
+            if isinstance(x, jax.Array) and is_half(x.dtype) and is_given:
                 inputs[v] = Stored.of(x)
         reading = read(
             jaxpr,

@@ -54,14 +54,21 @@ def with_precision(eqn: JaxprEqn, precision: str | None) -> JaxprEqn:
     except ValueError:  # the name of an algorithm
         return eqn
 
-    def change(eqn: JaxprEqn) -> JaxprEqn:
-        nested = functools.partial(_jaxpr.map_equations, change)
-        params = _jaxpr.map_jaxprs(nested, eqn)
-        if eqn.primitive.name in _jaxpr.PRODUCTS and params.get("precision", 0) is None:
-            params["precision"] = (level, level)
-        return eqn.replace(params=params)
+    def change(product: JaxprEqn) -> JaxprEqn:
+        if product.params.get("precision", 0) is not None:
+            return product
+        return product.replace(params=product.params | {"precision": (level, level)})
 
-    return change(eqn)
+    return with_products(eqn, change)
+
+
+def with_products(eqn: JaxprEqn, change: Callable[[JaxprEqn], JaxprEqn]) -> JaxprEqn:
+    """Changes the products of an equation: itself, or those within."""
+    if eqn.primitive.name in _jaxpr.PRODUCTS:
+        return change(eqn)
+    nested = functools.partial(with_products, change=change)
+    mapped = functools.partial(_jaxpr.map_equations, nested)
+    return eqn.replace(params=_jaxpr.map_jaxprs(mapped, eqn))
 
 
 def inlined(

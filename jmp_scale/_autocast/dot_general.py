@@ -1,82 +1,82 @@
-"""Products in half precision, whose gradients are summed in float32."""
+"""Products whose gradients multiply half-precision numbers, with float32 results."""
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core.primitives
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType
 from jax.typing import DTypeLike
 
 from .. import _jaxpr
+from .._jaxpr import JaxprEqn
+from .._jaxpr_rewrite import with_products
+from .._policy import is_half
+from .._processor import has_bfloat16_units
 
-# Algorithms of a GPU's matrix units: half-precision operands, float32 sums and results.
-ALGORITHMS = {
-    "float16": lax.DotAlgorithmPreset.F16_F16_F32,
-    "bfloat16": lax.DotAlgorithmPreset.BF16_BF16_F32,
-}
+Dimensions = lax.DotDimensionNumbers
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def wide_dot_general(
     lhs: jax.Array,
     rhs: jax.Array,
-    dimensions: lax.DotDimensionNumbers,
+    dimensions: Dimensions,
     dtype: DTypeLike,
     out_sharding: Any = None,
 ) -> jax.Array:
     """Multiplies a half-precision and a float32 array, and casts to `dtype`.
 
-    Its transpose is a product of half-precision numbers with a float32 result: by the
-    algorithm of that name on an NVIDIA GPU, elsewhere a float32 product, which takes a
-    TPU no more passes. So the float32 array's gradient is not rounded, does not
-    overflow, and over devices it is summed in float32.
+    Its transpose multiplies half-precision numbers and has a float32 result. So the
+    float32 array's gradient is not rounded, does not overflow, and over devices it is
+    summed in float32.
     """
-
-    def dot(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        product = lax.dot_general(
-            lhs,
-            rhs,
-            dimensions,
-            precision=ALGORITHMS[jnp.dtype(dtype).name],
-            preferred_element_type=jnp.float32,
-            out_sharding=out_sharding,
-        )
-        return product.astype(dtype)
-
-    return _by_algorithm(dot, lhs, rhs)
+    product = functools.partial(
+        lax.dot_general,
+        dimension_numbers=dimensions,
+        preferred_element_type=jnp.float32,
+        out_sharding=out_sharding,
+    )
+    return _by_platform(product, lhs, rhs).astype(dtype)
 
 
-# An algorithm of a GPU must hold on a GPU alone, but JAX lowers each branch of
-# `lax.platform_dependent` for all platforms of a program, and a CPU refuses such an
-# algorithm. So these products are a primitive, of the same name and parameters, that
-# each platform lowers in its own way; its rules are JAX's.
+# Not all platforms take a product of half-precision numbers with a float32 result, or
+# the algorithm that a program names. So such products are a primitive, of the same name
+# and parameters, that each platform lowers in its own way; its rules are JAX's.
 _JAXS = jax.extend.core.primitives.dot_general_p
 _OWN = jax.extend.core.Primitive("dot_general")
 
 
-def _by_algorithm(fun: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
-    """Runs `fun`, in which the algorithms of products hold on a GPU alone."""
+def with_algorithms_by_platform(eqn: JaxprEqn) -> JaxprEqn:
+    """Leaves out the algorithm that a product names where a platform lacks it."""
+
+    def names_one(eqn: JaxprEqn) -> bool:
+        is_dot = eqn.primitive is _JAXS
+        return is_dot and _is_algorithm(eqn.params["precision"])
+
+    def own(product: JaxprEqn) -> JaxprEqn:
+        return product.replace(primitive=_OWN) if names_one(product) else product
+
+    if any(map(names_one, (eqn, *_jaxpr.equations_within(eqn)))):
+        return with_products(eqn, own)
+    return eqn
+
+
+def _is_algorithm(precision: object) -> bool:
+    return isinstance(precision, (lax.DotAlgorithm, lax.DotAlgorithmPreset))
+
+
+def _by_platform(fun: Any, *args: jax.Array) -> jax.Array:
+    """Runs `fun`, whose products each platform lowers in its own way."""
     inner, consts = _jaxpr.open_jaxpr(jax.make_jaxpr(fun)(*args))
     own = [e.replace(primitive=_OWN) if e.primitive is _JAXS else e for e in inner.eqns]
     (result,) = _jaxpr.evaluate_all(inner.replace(eqns=own), args, consts)
     return result
-
-
-def _plain(*operands: jax.Array, **params: Any) -> jax.Array:
-    return _JAXS.bind(*operands, **{**params, "precision": None})
-
-
-def _on_gpu(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
-    # XLA:GPU makes a sum of a product with a vector, and refuses the algorithm there.
-    sizes = split_sizes((lhs.shape, rhs.shape), params["dimension_numbers"])
-    # A size may be symbolic: not 1.
-    counts = [math.prod(part) for each in sizes for part in each]
-    return (_plain if 1 in counts else _JAXS.bind)(lhs, rhs, **params)
 
 
 class OperandSizes(NamedTuple):
@@ -87,27 +87,74 @@ class OperandSizes(NamedTuple):
 
 
 def split_sizes(
-    shapes: Sequence[Sequence[int]], dimension_numbers: lax.DotDimensionNumbers
+    shapes: Sequence[Sequence[int]], dimension_numbers: Dimensions
 ) -> list[OperandSizes]:
     """Returns the sizes of both operands of a matrix product."""
     found = []
     for shape, contracted, batch in zip(shapes, *dimension_numbers, strict=True):
-        others = {*range(len(shape))}.difference(contracted, batch)
-        own = [shape[d] for d in sorted(others)]
+        own = [shape[d] for d in _own(len(shape), contracted, batch)]
         found.append(OperandSizes(own, [shape[d] for d in contracted]))
     return found
+
+
+def _own(ndim: int, contracted: Sequence[int], batch: Sequence[int]) -> list[int]:
+    """Returns the dimensions of an operand that the result has, too."""
+    return sorted({*range(ndim)}.difference(contracted, batch))
 
 
 def _transposed(cotangent: jax.Array, *operands: Any, **params: Any) -> jax.Array:
     """Returns the gradient of the one operand that is not known."""
     side = int(hasattr(operands[0], "dtype"))
-    unknown = ad.UndefinedPrimal(operands[side].aval)
+    known, unknown = operands[1 - side], operands[side].aval
+    if unknown.dtype == jnp.float32 and is_half(known.dtype):
+        # It comes from a half-precision result, and is cast back to it.
+        cotangent = cotangent.astype(known.dtype)
 
-    def rule(cotangent: jax.Array, other: jax.Array) -> jax.Array:
-        pair = (other, unknown) if side else (unknown, other)
+    def jaxs(cotangent: jax.Array, known: jax.Array) -> jax.Array:
+        missing = ad.UndefinedPrimal(unknown)
+        pair = (known, missing) if side else (missing, known)
         return ad.primitive_transposes[_JAXS](cotangent, *pair, **params)[side]
 
-    return _by_algorithm(rule, cotangent, operands[1 - side])
+    def in_order(cotangent: jax.Array, known: jax.Array) -> jax.Array:
+        return _product_in_order(cotangent, known, unknown, side, params)
+
+    is_explicit = AxisType.Explicit in unknown.sharding.mesh.axis_types
+    return _by_platform(jaxs if is_explicit else in_order, cotangent, known)
+
+
+def _product_in_order(
+    cotangent: jax.Array, known: jax.Array, unknown: Any, side: int, params: Any
+) -> jax.Array:
+    """Multiplies in the order in which the result needs no transpose, if there is one.
+
+    A CPU's matrix units take no transpose behind a product, and JAX's own rule always
+    has one for the gradient of `w` in `x @ w`.
+    """
+    (contracted, of_known), (batch, known_batch) = (
+        (pair[side], pair[1 - side]) for pair in params["dimension_numbers"]
+    )
+    count = len(batch)
+    own = _own(unknown.ndim, contracted, batch)
+    own_of_known = _own(known.ndim, of_known, known_batch)
+    # The cotangent has dimensions of the batch, of the left operand, of the right one.
+    first = count + (0 if side else len(own))
+    summed = range(first, first + len(own_of_known))
+    inner = [contracted[i] for i in np.argsort(of_known)]
+    of_cotangent = (*summed,), (*range(count),)
+    of_other = (*own_of_known,), (*known_batch,)
+    axes = [*batch, *inner, *own]
+    pair = known, cotangent
+    numbers = [*zip(of_other, of_cotangent, strict=True)]
+    if axes != sorted(axes):
+        axes = [*batch, *own, *inner]
+        pair, numbers = pair[::-1], [each[::-1] for each in numbers]
+    found = lax.dot_general(
+        *pair,
+        (numbers[0], numbers[1]),
+        params["precision"],
+        params["preferred_element_type"],
+    )
+    return lax.transpose(found, np.argsort(axes)).astype(unknown.dtype)
 
 
 def _batched(
@@ -116,13 +163,67 @@ def _batched(
     if all(each is None for each in axes):
         return _OWN.bind(*operands, **params), None
     product = functools.partial(_JAXS.bind, **params)
-    return _by_algorithm(jax.vmap(product, axes), *operands), 0
+    return _by_platform(jax.vmap(product, axes), *operands), 0
 
 
-_OWN.def_impl(_plain)
+def _plain(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+    """Multiplies as an accelerator does, where numbers of two dtypes are float32."""
+    pair = (lhs, rhs) if lhs.dtype == rhs.dtype else _in_float32(lhs, rhs)
+    return _JAXS.bind(*pair, **params)
+
+
+def _in_float32(*arrays: jax.Array) -> list[jax.Array]:
+    return [x.astype(jnp.float32) for x in arrays]
+
+
+def _on_cpu(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+    """Multiplies on the matrix units of a CPU for bfloat16, elsewhere in float32."""
+    if _is_algorithm(params["precision"]):
+        params["precision"] = None
+    if params["preferred_element_type"] != jnp.float32:
+        return _JAXS.bind(lhs, rhs, **params)
+    if has_bfloat16_units() and lhs.dtype == rhs.dtype == jnp.bfloat16:
+        split = in_halves(lhs, rhs, params["dimension_numbers"])
+        if split is not None:
+            *pair, params["dimension_numbers"] = split
+            # Else a transpose of the program is folded into the product, which then
+            # has a form that the compiler's runtime does not take.
+            return lax.optimization_barrier(_JAXS.bind(*pair, **params))
+    return _JAXS.bind(*_in_float32(lhs, rhs), **params)
+
+
+def in_halves(
+    lhs: jax.Array, rhs: jax.Array, dimensions: Dimensions
+) -> tuple[jax.Array, jax.Array, Dimensions] | None:
+    """Returns a product that contracts two dimensions or more; None if there is none.
+
+    XLA:CPU makes canonical, for its matrix units, only products that contract several
+    dimensions. One that contracts a single dimension contracts its two halves instead.
+    """
+    contracted, batch = dimensions
+    places = [i for i, d in enumerate(contracted[0]) if lhs.shape[d] != 1]
+    if len(places) > 1:
+        return lhs, rhs, dimensions
+    size = lhs.shape[contracted[0][places[0]]] if places else 1
+    if not isinstance(size, int) or size < 4 or size % 2:
+        return None
+    (place,) = places
+    pair, numbers = [], []
+    for x, own, of_batch in zip((lhs, rhs), contracted, batch, strict=True):
+        d = own[place]
+        shape = *x.shape[:d], 2, x.shape[d] // 2, *x.shape[d + 1 :]
+        pair.append(x.reshape(shape))
+        own = [e + (e > d) for e in own]
+        own.insert(place + 1, d + 1)
+        numbers.append(((*own,), tuple(e + (e > d) for e in of_batch)))
+    left, right = lax.optimization_barrier((pair[0], pair[1]))
+    return left, right, (*zip(*numbers, strict=True),)  # pyright: ignore
+
+
+_OWN.def_impl(_on_cpu)
 _OWN.def_effectful_abstract_eval(_JAXS.abstract_eval)
 mlir.register_lowering(_OWN, mlir.lower_fun(_plain, multiple_results=False))
-_ON_GPU = mlir.lower_fun(_on_gpu, multiple_results=False)
-mlir.register_lowering(_OWN, _ON_GPU, platform="cuda")
+_ON_CPU = mlir.lower_fun(_on_cpu, multiple_results=False)
+mlir.register_lowering(_OWN, _ON_CPU, platform="cpu")
 ad.defbilinear(_OWN, _transposed, _transposed)
 batching.fancy_primitive_batchers[_OWN] = _batched

@@ -34,6 +34,7 @@ from .derivatives import (
     with_derivative,
     with_value,
 )
+from .dot_general import with_algorithms_by_platform
 from .higher_order import (
     CALLS,
     Part,
@@ -291,7 +292,8 @@ class Interpreter:
             inputs = self._inputs(eqn, values)
             if _jaxpr.subjaxprs(eqn):
                 inputs = [*map(_with_cotangent_of_its_dtype, inputs)]
-            results = _jaxpr.evaluate(with_precision(eqn, self.setting), inputs)
+            eqn = with_algorithms_by_platform(with_precision(eqn, self.setting))
+            results = _jaxpr.evaluate(eqn, inputs)
         pairs = zip(eqn.outvars, results, strict=True)
         return [self.rounded(x) if v in reading.shared else x for v, x in pairs]
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
-from ..._autocast.dot_general import ALGORITHMS
 from ..._autocast.products import matrix_sizes
 from ..._jaxpr import (
     PRODUCTS,
@@ -37,7 +37,10 @@ _SLICE_GRADIENTS = words("dynamic_update_slice pad scatter scatter-add")
 _FLOATING = ("float", "bfloat", "complex")
 _NARROW = ("float16", "bfloat16", "float8", "float4")
 # Algorithms that compute in half precision, whatever the dtype of the operands.
-_DTYPES = {preset: dtype for dtype, preset in ALGORITHMS.items()}
+_DTYPES = {
+    jax.lax.DotAlgorithmPreset.F16_F16_F32: "float16",
+    jax.lax.DotAlgorithmPreset.BF16_BF16_F32: "bfloat16",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ TESTED_BY = {
     "_pytree": ("scaling/test_loss_scale", "fields are those of loss scales"),
     "_contexts": ("scaling/test_gradients", "value_and_grad sets them"),
     "_state": ("scaling/test_transform", "a state is what the transformation returns"),
+    "_processor": ("test_machine", "a command names it"),
     "__main__": ("test_machine", "a command prints what is measured"),
     "_flax": ("test_linen", "serialization is that of Flax"),
     "diagnostics._backward": ("diagnostics/test_frameworks", "every tool takes a loss"),

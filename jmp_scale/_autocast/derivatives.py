@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import jax
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from .marks import CAST
@@ -33,6 +34,11 @@ def _noted(note: Callable[[], None], primals: Any, tangents: Any) -> Any:
 
 
 no_tangent = SymbolicZero.from_primal_value
+
+
+def on_gpu(fun: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Returns `fun(x)` on GPUs, `x` elsewhere."""
+    return lax.platform_dependent(x, cuda=fun, rocm=fun, default=lambda x: x)
 
 
 def live_of(tangents: Sequence[Any]) -> ByPosition:

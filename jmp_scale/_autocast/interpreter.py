@@ -123,6 +123,7 @@ class Interpreter:
                 v: x.half.dtype for v, x in inputs.items() if isinstance(x, Stored)
             },
             in_loop=self.in_loop,
+            backward=self.backward,
         )
         found = Values()
         for v, x in inputs.items():

@@ -14,6 +14,7 @@ from .. import _jaxpr, _jaxpr_rewrite
 from .._jaxpr import Atom, Jaxpr, JaxprEqn, Var, dtype_name, is_float32, variables
 from .._policy import is_half
 from .._types import Leaf
+from .biases import MOVES, is_bias_sum, read_by_expensive, rounding_of
 from .picks import as_pick, has_picks, may_pick
 from .products import (
     Fate,
@@ -89,10 +90,11 @@ class Step(NamedTuple):
 class Reading:
     """A program as `autocast` reads it, without calls that it opens.
 
-    `dtype` and the two functions are those of `read`.
+    `dtype`, `backward` and the two functions are those of `read`.
     """
 
     dtype: np.dtype
+    backward: np.dtype
     is_exempt: Callable[[JaxprEqn], bool]
     has_float32_result: Callable[[JaxprEqn], bool]
     jaxpr: Jaxpr
@@ -119,12 +121,37 @@ class Reading:
             is_sent_on = eqn.primitive.name == "reshard" and self._is_table(eqn)
             if looks_up_rows(eqn) or is_sent_on:
                 self._tables.update(variables(eqn.invars[:1]))
+        self._near_expensive = read_by_expensive(self.jaxpr)
         for eqn in self.jaxpr.eqns:
-            step = self._step(self._without_name(eqn))
-            self.steps.append(step)
-            self._maker.update(dict.fromkeys(eqn.outvars, step))
-            if found := self._provenance(step):
-                self.provenance.update(dict.fromkeys(eqn.outvars, found))
+            for each in self._with_rounding(eqn):
+                self._add(self._step(self._without_name(each)))
+
+    def _add(self, step: Step) -> None:
+        self.steps.append(step)
+        self._maker.update(dict.fromkeys(step.eqn.outvars, step))
+        if found := self._provenance(step):
+            self.provenance.update(dict.fromkeys(step.eqn.outvars, found))
+
+    def _with_rounding(self, eqn: JaxprEqn) -> list[JaxprEqn]:
+        """Returns the equation, and one that rounds the gradient of a bias's sum."""
+
+        def maker_of(v: Var) -> Step | None:
+            return self._maker.get(self._before(v, MOVES)[0])
+
+        def is_product(v: Var) -> bool:
+            maker = maker_of(v)
+            return maker is not None and maker.half_product is not None
+
+        def is_repeated(v: Var) -> bool:
+            maker = maker_of(v)
+            return maker is not None and maker.eqn.primitive.name == "broadcast_in_dim"
+
+        is_near = not self._near_expensive.isdisjoint(eqn.outvars)
+        if is_near and is_bias_sum(eqn, is_product, is_repeated):
+            before = Var(eqn.outvars[0].aval)
+            rounding = rounding_of(eqn, before, self.backward)
+            return [eqn.replace(outvars=[before]), rounding]
+        return [eqn]
 
     def origin(self, v: Var) -> Origin:
         """The origin of a value."""
@@ -273,15 +300,16 @@ def read(
     share_casts: bool = False,
     stored: Mapping[Var, np.dtype] = MappingProxyType({}),
     in_loop: bool = False,
+    backward: np.dtype | None = None,
     has_float32_result: Callable[[JaxprEqn], bool] = never,
 ) -> Reading:
     """Reads a program whose inputs have these origins.
 
-    `dtype` is that of products of the forward pass. `is_exempt` says whether a name
-    keeps a product float32, or a call with products. `share_casts`: all operations read
-    the cast of what a product reads. `stored` are the dtypes of inputs that are stored
-    in half precision. `has_float32_result` says whether a name keeps the result of a
-    product float32.
+    `dtype` is that of products of the forward pass, `backward` that of the others.
+    `is_exempt` says whether a name keeps a product float32, or a call with products.
+    `share_casts`: all operations read the cast of what a product reads. `stored` are
+    the dtypes of inputs that are stored in half precision. `has_float32_result` says
+    whether a name keeps the result of a product float32.
     """
 
     def is_open(eqn: JaxprEqn) -> bool:
@@ -316,6 +344,7 @@ def read(
         given[v] = Provenance(Origin.PARAMETER, is_known, is_known, wide)
     reading = Reading(
         dtype=dtype,
+        backward=dtype if backward is None else backward,
         is_exempt=is_exempt,
         has_float32_result=has_float32_result,
         jaxpr=flat,

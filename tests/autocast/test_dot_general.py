@@ -1,3 +1,6 @@
+import functools
+import re
+
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -7,8 +10,10 @@ from helpers import ONE_AXIS, one_of
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+import jmp_scale
 from jmp_scale import autocast
-from jmp_scale._autocast.dot_general import wide_dot_general
+from jmp_scale._autocast import dot_general
+from jmp_scale._autocast.dot_general import in_halves, wide_dot_general
 
 MATRICES = (((1,), (0,)), ((), ()))
 PRODUCTS = {
@@ -79,16 +84,86 @@ def test_gradients_are_exported_for_several_machines_at_once(platforms):
     w, x = normal(0, (8, 4), "float32"), normal(1, (6, 8), "float32")
     grad = jax.jit(jax.grad(loss))
     exported = jax.export.export(grad, platforms=platforms.split())(w, x)
-    # Of each machine's own: a GPU's algorithm, which a CPU refuses.
-    algorithms = exported.mlir_module().count("accumulation_type = f32")
-    assert algorithms == ("cuda" in platforms)
+    # Half-precision operands and a float32 result, which a CPU refuses.
+    form = (
+        r"dot_general .*\(tensor<[^>]*xf16>, tensor<[^>]*xf16>\) -> tensor<[^>]*xf32>"
+    )
+    assert bool(re.search(form, exported.mlir_module())) == (platforms != "cpu")
     if "cpu" in platforms:
         restored = jax.export.deserialize(exported.serialize())
         np.testing.assert_allclose(restored.call(w, x), grad(w, x), 1e-3, 1e-4)
 
 
-def test_a_gpu_multiplies_by_a_vector_without_an_algorithm_which_it_would_refuse():
-    w, x = normal(0, (8, 1), "float32"), normal(1, (6, 8), "float32")
-    grad = jax.jit(jax.grad(loss))
-    text = jax.export.export(grad, platforms=["cuda"])(w, x).mlir_module()
-    assert "accumulation_type" not in text
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_product_that_names_an_algorithm_runs_where_it_is_missing(dtype):
+    attention = jmp_scale.in_half(jax.nn.dot_product_attention)
+    q = normal(0, (2, 8, 4, 8), "float32")
+
+    def loss(attention, q):
+        return jnp.mean(attention(q, q, q) ** 2)
+
+    half = autocast(functools.partial(loss, attention), dtype)
+    gradient = jax.jit(jax.value_and_grad(half))
+    wanted = jax.value_and_grad(functools.partial(loss, jax.nn.dot_product_attention))
+    for found, exact in zip(gradient(q), wanted(q), strict=True):
+        assert np.linalg.norm(found - exact) < 0.02 * np.linalg.norm(exact)
+    module = jax.export.export(gradient, platforms=["cpu", "cuda"])(q).mlir_module()
+    assert "accumulation_type" in module
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_of_halves_is_the_product(name):
+    """The form in which a CPU's matrix units take it."""
+    *shapes, dims = PRODUCTS[name]
+    for k in (3, 4, 6):
+        sized = [
+            tuple(k if d in c else n for d, n in enumerate(shape))
+            for shape, c in zip(shapes, dims[0], strict=True)
+        ]
+        pair = [normal(i, shape, "float32") for i, shape in enumerate(sized)]
+        found = in_halves(*pair, dims)
+        assert (found is None) == (k == 3)
+        if found is not None:
+            got, wanted = lax.dot_general(*found), lax.dot_general(*pair, dims)
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def random_product(rng):
+    """A loss of a product between other operations, and its arguments."""
+    batch, rows, inner, own = (int(rng.choice([1, 2, 3, 4, 6])) for _ in range(4))
+    forms = {
+        "ij,jk->ik": ((rows, inner), (inner, own)),
+        "ij,kj->ik": ((rows, inner), (own, inner)),
+        "bij,jk->bik": ((batch, rows, inner), (inner, own)),
+        "bij,bjk->bik": ((batch, rows, inner), (batch, inner, own)),
+        "bijc,jck->ibk": ((batch, rows, inner, 2), (inner, 2, own)),
+        "j,jk->k": ((inner,), (inner, own)),
+    }
+    form = str(rng.choice([*forms]))
+    before, after = (
+        (lambda x: x, jnp.tanh, lambda x: x.T.T, lambda x: jnp.roll(x, 1, 0))[i]
+        for i in rng.integers(0, 4, 2)
+    )
+
+    def loss(x, w):
+        y = after(jnp.einsum(form, before(x), w))
+        return jnp.mean(y**2) + 0.1 * jnp.sum(w.T)
+
+    stored = str(rng.choice(["float32", "bfloat16"]))
+    x, w = (jnp.asarray(rng.standard_normal(s), "float32") for s in forms[form])
+    return loss, (x, w.astype(stored))
+
+
+@pytest.mark.filterwarnings("ignore:autocast. no product")  # of sizes of 1
+@pytest.mark.parametrize("seed", range(12))
+def test_matrix_units_of_a_cpu_take_random_programs(monkeypatch, seed):
+    """Their products' forms run on each CPU, whether it has such units or not."""
+    monkeypatch.setattr(dot_general, "has_bfloat16_units", lambda: True)
+    rng = np.random.default_rng(seed)
+    for _ in range(4):
+        loss, args = random_product(rng)
+        half = jax.jit(jax.grad(autocast(loss, "bfloat16"), (0, 1)))
+        exact = jax.grad(loss, (0, 1))(*(x.astype("float32") for x in args))
+        for got, wanted in zip(half(*args), exact, strict=True):
+            error = np.linalg.norm(got.astype("float32") - wanted)
+            assert error < 0.05 * np.linalg.norm(wanted) + 1e-6

@@ -1,17 +1,16 @@
 """Islands: what their derivatives read, their softmaxes and their small sums."""
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from ... import _jaxpr
 from ..._jaxpr import LINEAR, Atom, Jaxpr, JaxprEqn, Var, variables
-from ..derivatives import no_tangent
+from ..derivatives import no_tangent, on_gpu
 
 # Rows longer than that, as of a vocabulary, are in no kernel of a GPU as a whole.
 _LONGEST_ROW = 16384
@@ -88,11 +87,6 @@ def softmaxes_of(island: Jaxpr) -> dict[Var, Softmax]:
             (exponents,) = variables(exp.invars)
             found[eqn.outvars[0]] = Softmax(exponents, tuple(total.params["axes"]))
     return found
-
-
-def on_gpu(fun: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Returns `fun(x)` on GPUs, `x` elsewhere."""
-    return lax.platform_dependent(x, cuda=fun, rocm=fun, default=lambda x: x)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))

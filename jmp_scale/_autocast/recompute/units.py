@@ -25,6 +25,7 @@ from ..derivatives import (
     linear,
     live_of,
     no_tangent,
+    on_gpu,
     with_derivative,
     with_value,
 )
@@ -34,7 +35,7 @@ from ..marks import CAST
 from ..products import Product
 from ..provenance import Reading
 from ..values import Values
-from .islands import on_gpu, reached_by, softmax_from, softmaxes_of
+from .islands import reached_by, softmax_from, softmaxes_of
 from .plan import Unit, make_plan
 
 T = TypeVar("T")

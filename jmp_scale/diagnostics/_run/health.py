@@ -4,10 +4,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
+from ..._scaling.finite import all_finite
 from ..._scaling.loss_scale import number_of
 from ..._state import LossScaleState
+from ..._tree import is_inexact
 from ..._types import PyTree
 from .history import LossScaleHistory
 from .metrics import find_states
@@ -19,7 +22,12 @@ _SENTENCES = {
     "loss scale not finite": "The loss scale is {last}, with which no step is applied: "
     "load it from a checkpoint, or put a new DynamicLossScale() in its place.",
     "loss not finite": "{last}: the loss itself is not finite, which no loss scale "
-    "changes. {diagnose} names the operation or the argument at fault.",
+    "changes. {diagnose} names the operation or the argument at fault. If the "
+    "parameters are not finite although the gradients before were, the optimizer's "
+    "update was not.",
+    "parameters not finite": "{last}: the parameters are not finite although the "
+    "gradients before were: the optimizer's update was not. Go back to a checkpoint; "
+    "check_step(train_step, ...) finds an update that is not finite at the first step.",
     "stuck at the floor": "The loss scale is stuck at its floor. {last}: "
     "{diagnose} distinguishes a NaN, a forward pass out of range, and an overflow that "
     "a lower min_loss_scale fixes. If it finds none, ask check_step(train_step, ...).",
@@ -82,7 +90,8 @@ class HealthLog:
         """Returns the sentences that are new since the last call, most urgent first.
 
         Args:
-          opt_state: state of `with_loss_scale`, at any depth of any pytree.
+          opt_state: state of `with_loss_scale`, at any depth of any pytree. If the
+            parameters are in it too, it is told that they are not finite.
           history: the last steps; findings on losses, norms and updates need 40 to 300
             steps with these numbers. Omit losses of adversarial training: they rise and
             fall by design.
@@ -111,12 +120,21 @@ def _findings(opt_state: PyTree, history: LossScaleHistory | None) -> dict[str, 
         finding = _present(state, steps) or (steps and _frequent(steps))
         if finding:
             kind, last = finding
+            if kind == "loss not finite" and not _others_are_finite(opt_state):
+                kind = "parameters not finite"
             found.append((prefix, kind, {"last": last}))
     order, sentences = list(_SENTENCES), {}
     for prefix, kind, values in sorted(found, key=lambda f: order.index(f[1])):
         text = _SENTENCES[kind].format(diagnose=_DIAGNOSE, **values)
         sentences[prefix + kind] = f"{prefix}{text} [{kind}]"
     return sentences
+
+
+def _others_are_finite(tree: PyTree) -> bool:
+    """Whether arrays beside states and histories, such as parameters, are finite."""
+    nodes = LossScaleState, LossScaleHistory
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nodes))
+    return bool(all_finite([x for x in leaves if is_inexact(x)]))
 
 
 def _present(state: LossScaleState, steps: Steps | None) -> tuple[str, str] | None:

@@ -187,6 +187,12 @@ class Check:
         """Whether a call was applied, and counted as the first was."""
         return run is not None and run.is_applied and run.counted == self.base.counted
 
+    def step(self, run: Run) -> np.ndarray:
+        """Returns the changes of moments or, if none moves, of all other floats."""
+        base = self.base
+        paths = [path for path in base.moments if base.moved(path)] or base.weights
+        return np.concatenate([np.zeros(1), *(run.change(p).step for p in paths)])
+
     def followed(self, run: Run | None) -> Iterator[Run]:
         """Yields a run and those that follow it, as long as they are applied."""
         while run is not None and run.is_applied:

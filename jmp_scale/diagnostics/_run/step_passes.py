@@ -16,9 +16,13 @@ _FEW_CALLS = 8  # after these, the call in which most leaves change is taken
 # log2 of S. A clip's threshold may lie between, and it may leave only the ends alone.
 _POWERS = (-17, -15, -13, -9, -5, -1, 3, 9, 11, 13)
 _FLAT = -13  # log2 of S at which a clip of scaled gradients does nothing yet
+_HIGHEST = 40.0  # log2 of an S at which half-precision gradients overflow
 _GROWS = 2**30  # a counter at which S grows, whatever its period
 # Values of a guard to which each norm is a spike.
 _SPIKE = {"accepted": 2**29, "norm_steps": 2**29, "norm_mean": -1e3, "in_a_row": 0}
+
+_CAUSES = {"never unscaled", "unscaled twice", "clipped while scaled", "S not used"}
+_CAUSES |= {"gradients of zero", "unscaled by the next S"}
 
 Rows = dict[float, np.ndarray]  # the change of a leaf, or a result, by log2 of S
 
@@ -36,6 +40,8 @@ def applied_step(check: Check) -> None:
         _adjusts_each_s(check)
         _guards_see_losses(check, last)
         _replicas_agree(check, first, last)
+        _updates_are_finite(check, first, last)
+        _is_repeatable(check)
 
 
 def _first_applied(check: Check) -> Run:
@@ -150,6 +156,22 @@ def _differs(leaf: Leaf, is_mapped: bool) -> bool:
     is_copy = len(parts) > 1 and (is_mapped or leaf.is_fully_replicated)
     # Some operations of a GPU round in another way each time.
     return is_copy and not all(np.allclose(parts[0], x, 1e-2, 0) for x in parts)
+
+
+def _updates_are_finite(check: Check, first: Run, last: Run) -> None:
+    for run in (first, last):
+        # A scalar is a sum or a mean for a log.
+        for path in [path for path in run.broken if run.changes[path].ndim]:
+            check.add("update not finite", path)
+            check.is_over = True
+
+
+def _is_repeatable(check: Check) -> None:
+    """Checks that two calls are alike, but for what a GPU rounds in another way."""
+    old, again = check.step(check.base), check.run("the same again")
+    if again is not None and _size(check.step(again) - old) > 1e-2 * _size(old):
+        check.add("not repeatable")
+        check.is_over = True
 
 
 def several_s(check: Check) -> None:
@@ -272,18 +294,22 @@ def _is_clipped_unscaled(check: Check, steps: Mapping[Path, np.ndarray]) -> bool
     run = check.with_other_weights(2.0**_FLAT)
     if run is None:
         return False
-    old = np.linalg.norm([np.linalg.norm(step) for step in steps.values()])
-    new = np.linalg.norm([np.linalg.norm(run.change(path).step) for path in steps])
+    old = _size([_size(step) for step in steps.values()])
+    new = _size([_size(run.change(path).step) for path in steps])
     return bool(np.abs(new - old) < 1e-3 * old)
+
+
+def _size(x: np.ndarray | list[float]) -> float:
+    return float(np.linalg.norm(x))
 
 
 def _stays_then_falls(rows: Rows) -> bool:
     """Whether a change is the same at two small S, and less at the largest."""
     steps = [rows[power] for power in sorted(rows)]
     for low, high in itertools.pairwise(steps):
-        size = np.linalg.norm(high)
-        if size and np.linalg.norm(high - low) < 0.1 * size:
-            return bool(np.linalg.norm(steps[-1]) < 0.7 * size)
+        size = _size(high)
+        if size and _size(high - low) < 0.1 * size:
+            return bool(_size(steps[-1]) < 0.7 * size)
     return False
 
 
@@ -300,6 +326,28 @@ def growing_s(check: Check) -> None:
     for path in [path for path in new if path in old]:
         if _slope({low: old[path], high: new[path]}):
             check.add("unscaled by the next S", path)
+
+
+def largest_s(check: Check) -> None:
+    """Looks for an S that overflows, from which on each step is skipped.
+
+    Below it S changes nothing. There is none in the range of float32, 2^40 and more.
+    """
+    old, power = check.step(check.base), _HIGHEST
+    if not (check.scales and old.any()) or _CAUSES & check.found.keys():
+        return
+    low, high = float(np.log2(check.s)), power
+    while high - low > 1 / 32:  # some entries are infinite, and none NaN
+        run = check.run(f"S = 2^{power:g}", check.at(2.0**power))
+        if not check.is_alike(run):
+            high = power
+        elif np.abs(check.step(run) - old).max() < np.abs(old).max() / 2:
+            low = power
+        else:
+            is_less = _size(check.step(run)) < 0.7 * _size(old)
+            check.add("clipped while scaled" if is_less else "overflow hidden")
+            return
+        power = (low + high) / 2
 
 
 def next_step(check: Check) -> None:
@@ -345,20 +393,21 @@ def _of_one_scale(check: Check, run: Run, scale: Path) -> None:
     elif counted == "finite" and run.skipped:
         check.add("S not used", place)
     elif counted != "overflow" and not run.skipped:
-        _not_skipped(check, run, place)
+        _not_skipped(check, run, scale)
 
 
-def _not_skipped(check: Check, run: Run, place: Path) -> None:
+def _not_skipped(check: Check, run: Run, scale: Path) -> None:
     """Finds out why S = inf skips no step."""
+    place = (*scale, "loss_scale")
     if {"S never adjusted", "gradients of zero"} & check.found.keys():
         return
     usual = check.base.changes
-    if run.broken:
+    if run.counted[scale] == "kept" and check.base.counted[scale] == "finite":
+        check.add("state put back", place)
+    elif run.broken:
         _left_finite(check, run)
     elif all(change.is_as(usual[path]) for path, change in run.changes.items()):
         check.add("S not used", place)
-    elif check.states and not any(map(run.moved, check.in_optimizers)):
-        check.add("state put back", place)
     elif check.states or not check.fixed:
         check.add("overflow hidden", place)
 
@@ -445,4 +494,7 @@ def _after_nan(check: Check, run: Run) -> None:
 
 
 # Later ones read the findings of earlier ones.
-PASSES = applied_step, growing_s, several_s, next_step, infinite_s, spike, nan_in_batch
+PASSES = (
+    *(applied_step, growing_s, several_s, largest_s),
+    *(next_step, infinite_s, spike, nan_in_batch),
+)

@@ -38,8 +38,11 @@ class Setting(NamedTuple):
     learning_rate: float = 1e-3  # constant
     growth: float = 0.0  # doublings of the loss in each step after the first fifth
     swelling: float = 0.0  # of the parameters, likewise: a decay of the wrong sign
-    swing: float = 0.0  # of the loss: it is multiplied by 1 + swing * sin
-    burst: float = 1.0  # factor of the loss in every `period`-th step
+    swing: float = 0.0  # of the loss: it is multiplied by 1 + swing * wave
+    shape: float = 0.0  # of the wave, an index of `_WAVES`
+    drift: float = 1e-3  # log of what the period is multiplied by over the run
+    burst: float = 1.0  # factor of the loss in `width` steps of every `period`
+    width: float = 1.0  # steps
     period: float = 25.0  # steps
     steepening: float = 0.0  # doublings of the gradients in each step
 
@@ -106,7 +109,7 @@ def growth(task, seed, steps):
 
 
 def unsteady(task, seed, steps):
-    """Healthy runs, and symptoms whose size and period differ by seed, on top of them.
+    """Healthy runs, and symptoms of a drawn shape, size and period on top of them.
 
     Every second seed runs for twice as many steps.
     """
@@ -115,11 +118,20 @@ def unsteady(task, seed, steps):
     faults = {
         "": [Setting(learning_rate=rate) for rate in (1e-3, 2e-3, 3e-3)],
         "loss oscillates": [
-            Setting(swing=draw.uniform(0.5, 0.8), period=draw.uniform(12, 50))
+            Setting(
+                swing=draw.uniform(0.5, 0.8),
+                shape=draw.integers(len(_WAVES)),
+                drift=draw.choice([1e-3, draw.uniform(-0.7, 0.7)]),
+                period=draw.uniform(12, 50),
+            )
             for _ in range(3)
         ],
         "bursts": [
-            Setting(burst=draw.uniform(4, 10), period=draw.integers(12, 33))
+            Setting(
+                burst=draw.uniform(4, 10),
+                width=draw.integers(1, 3),
+                period=draw.integers(12, 33),
+            )
             for _ in range(3)
         ],
         "growing norm": [
@@ -224,8 +236,13 @@ def _loss_and_grads(task, params, setting, seed, k, steps):
     draw, _ = jax.random.split(jax.random.key(1000 + seed))
     inputs, targets = task.examples(jax.random.fold_in(draw, k), task.batch)
     weight = jnp.exp2(setting.growth * jnp.maximum(k - steps // 5, 0))
-    weight *= 1 + setting.swing * jnp.sin(2 * jnp.pi * k / setting.period)
-    weight *= jnp.where(k % setting.period == 1, setting.burst, 1)
+    # The period is multiplied by exp(drift * k / steps).
+    turns = -jnp.expm1(-setting.drift * k / steps) / setting.drift
+    turns *= steps / setting.period
+    wave = jax.lax.switch(setting.shape.astype(jnp.int32), _WAVES, turns)
+    weight *= 1 + setting.swing * wave
+    is_burst = (k - 1) % setting.period < setting.width
+    weight *= jnp.where(is_burst, setting.burst, 1)
 
     def loss_fn(params):
         return weight * jnp.mean(task.losses(cast(params, "float32"), inputs, targets))
@@ -233,6 +250,17 @@ def _loss_and_grads(task, params, setting, seed, k, steps):
     loss, grads = jax.value_and_grad(loss_fn)(params)
     steeper = jnp.exp2(setting.steepening * k)
     return loss, jax.tree.map(lambda g: g * steeper, cast(grads, "float32"))
+
+
+# Waves from -1 to 1 of a number of turns: sine, square, rising and falling saw, and a
+# square that is above its mean in a third of the time.
+_WAVES = (
+    lambda turns: jnp.sin(2 * jnp.pi * turns),
+    lambda turns: jnp.where(turns % 1 < 1 / 2, 1.0, -1.0),
+    lambda turns: 2 * (turns % 1) - 1,
+    lambda turns: 1 - 2 * (turns % 1),
+    lambda turns: jnp.where(turns % 1 < 1 / 3, 1.0, -1.0),
+)
 
 
 def end(run):

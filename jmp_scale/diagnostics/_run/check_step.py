@@ -8,6 +8,7 @@ import jax
 
 from ..._tree import is_data, is_module
 from ..._types import Function, PyTree
+from ..._validation import require_callable
 from .._tables import printed, with_progress
 from .step_calls import Check
 from .step_passes import PASSES
@@ -80,21 +81,23 @@ def check_step(
     ```
     ten S, 2^-17 to 2^13      nothing may grow or fall with S
     S that grows              the step is the same as one in which S stays
+    the S that overflows      from it on, and not before it, steps are skipped
     S = inf                   its own optimizer is skipped, and each leaf stays
     a spike, with a guard     each leaf stays
     a NaN in the batch        no leaf stays NaN
     ```
 
-    The step is called some 15 times with copies of the arguments, which it may donate.
-    Several copies of the state are alive at a time, so check a small configuration of a
-    large model. It compiles once, because S is an array; here a `DynamicLossScale`
-    takes the place of a `StaticLossScale` and of a loss scale of your own. Prints, logs
-    and counters outside of the step run in each call.
+    The step is called some 15 to 30 times with copies of the arguments, which it may
+    donate. Several copies of the state are alive at a time, so check a small
+    configuration of a large model. It compiles once, because S is an array; here a
+    `DynamicLossScale` takes the place of a `StaticLossScale` and of a loss scale of
+    your own. Prints, logs and counters outside of the step run in each call.
 
     State is a part that an argument and a result have in common (names and shapes), and
     the arrays in NNX modules. It cannot find: gradients that are summed in place of
     averaged, or that devices do not average where an optimizer has no moments; an S
-    that is a bare number; averages that NaN enters where the batch has integers alone;
+    that is a bare number; a scaled `value=` that neither a guard nor the optimizer
+    reads; averages that NaN enters where the batch has integers alone;
     and any code that these arguments do not reach.
 
     Args:
@@ -105,7 +108,7 @@ def check_step(
       **kwargs: its keyword arguments.
 
     Raises:
-      TypeError: `carried` is not a sequence.
+      TypeError: `step` is not a function, or `carried` not a sequence.
       ValueError: a position in `carried` is not that of a bare array that comes back.
       Exception: any exception of the first call. Of later calls those that are not
         arithmetic, assertion, memory, run-time or value errors, or the end of an
@@ -118,6 +121,8 @@ def check_step(
       >>> found.ok, found.problems[0].rule
       (False, 'nothing learned')
     """
+    call = "check_step(train_step, params, opt_state, batch)"
+    require_callable("check_step", step, f"write {call}")
     if not isinstance(carried, Sequence):
         raise TypeError(
             "check_step: expected a sequence of positions as carried, got "

@@ -4,10 +4,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
+from ..._scaling.finite import all_finite
 from ..._scaling.loss_scale import number_of
 from ..._state import LossScaleState
+from ..._tree import is_inexact
 from ..._types import PyTree
 from .history import LossScaleHistory
 from .metrics import find_states
@@ -19,7 +22,12 @@ _SENTENCES = {
     "loss scale not finite": "The loss scale is {last}, with which no step is applied: "
     "load it from a checkpoint, or put a new DynamicLossScale() in its place.",
     "loss not finite": "{last}: the loss itself is not finite, which no loss scale "
-    "changes. {diagnose} names the operation or the argument at fault.",
+    "changes. {diagnose} names the operation or the argument at fault. If the "
+    "parameters are not finite although the gradients before were, the optimizer's "
+    "update was not.",
+    "parameters not finite": "{last}: the parameters are not finite although the "
+    "gradients before were: the optimizer's update was not. Go back to a checkpoint; "
+    "check_step(train_step, ...) finds an update that is not finite at the first step.",
     "stuck at the floor": "The loss scale is stuck at its floor. {last}: "
     "{diagnose} distinguishes a NaN, a forward pass out of range, and an overflow that "
     "a lower min_loss_scale fixes. If it finds none, ask check_step(train_step, ...).",
@@ -82,7 +90,8 @@ class HealthLog:
         """Returns the sentences that are new since the last call, most urgent first.
 
         Args:
-          opt_state: state of `with_loss_scale`, at any depth of any pytree.
+          opt_state: state of `with_loss_scale`, at any depth of any pytree. If the
+            parameters are in it too, it is told that they are not finite.
           history: the last steps; findings on losses, norms and updates need 40 to 300
             steps with these numbers. Omit losses of adversarial training: they rise and
             fall by design.
@@ -111,12 +120,21 @@ def _findings(opt_state: PyTree, history: LossScaleHistory | None) -> dict[str, 
         finding = _present(state, steps) or (steps and _frequent(steps))
         if finding:
             kind, last = finding
+            if kind == "loss not finite" and not _others_are_finite(opt_state):
+                kind = "parameters not finite"
             found.append((prefix, kind, {"last": last}))
     order, sentences = list(_SENTENCES), {}
     for prefix, kind, values in sorted(found, key=lambda f: order.index(f[1])):
         text = _SENTENCES[kind].format(diagnose=_DIAGNOSE, **values)
         sentences[prefix + kind] = f"{prefix}{text} [{kind}]"
     return sentences
+
+
+def _others_are_finite(tree: PyTree) -> bool:
+    """Whether arrays beside states and histories, such as parameters, are finite."""
+    nodes = LossScaleState, LossScaleHistory
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nodes))
+    return bool(all_finite([x for x in leaves if is_inexact(x)]))
 
 
 def _present(state: LossScaleState, steps: Steps | None) -> tuple[str, str] | None:
@@ -131,20 +149,38 @@ def _present(state: LossScaleState, steps: Steps | None) -> tuple[str, str] | No
         return None
     many = f"The last {in_a_row} steps were all skipped"
     last = "The last step was skipped" if in_a_row == 1 else many
-    losses, spikes = int(state.nonfinite_losses), int(state.spikes)
-    others = int(state.skipped) - losses - spikes
-    if steps is not None:  # the history knows the cause of each skip
-        spike, finite = (steps[name][-in_a_row:] for name in ("spike", "loss_finite"))
-        others, losses = (finite & ~spike).sum(), (~finite).sum()
-    if others == 0:
-        return ("loss not finite", last) if losses else None
+    losses, overflows = _causes(state, steps)
+    if overflows:
+        kind = _of_overflows(state, s, losses)
+    else:
+        kind = "loss not finite" if losses else None
+    return (kind, last) if kind else None
+
+
+def _causes(state: LossScaleState, steps: Steps | None) -> tuple[int, int]:
+    """Returns the numbers of skips by a loss that is not finite, and by overflows.
+
+    Of the last skips in a row with a history, which knows the cause of each, else of
+    all.
+    """
+    if steps is None:
+        losses = int(state.nonfinite_losses)
+        return losses, int(state.skipped) - losses - int(state.spikes)
+    last = slice(-int(state.skipped_in_a_row), None)
+    spike, finite = steps["spike"][last], steps["loss_finite"][last]
+    return (~finite).sum(), (finite & ~spike).sum()
+
+
+def _of_overflows(state: LossScaleState, s: float, losses: int) -> str | None:
+    """Returns the kind of finding on gradients that overflow at S in the last steps."""
+    in_a_row = int(state.skipped_in_a_row)
     # A class of the user's own may have no floor, and a mapping of Flax has none.
     floor = getattr(state.loss_scale, "min_loss_scale", None)
     if floor is not None and s <= floor:
-        return ("stuck at the floor", last) if in_a_row > 1 else None
+        return "stuck at the floor" if in_a_row > 1 else None
     # A large S needs some steps at first, and a broken batch explains a few later.
     is_start = floor is not None and in_a_row == int(state.skipped) and not losses
-    return ("every step skipped", last) if in_a_row >= 10 and not is_start else None
+    return "every step skipped" if in_a_row >= 10 and not is_start else None
 
 
 def _frequent(steps: Steps) -> tuple[str, str] | None:
@@ -233,19 +269,14 @@ def _unsteady(
         return
     ends = np.pad(loss, _WIDE // 2, mode="reflect")
     windows = np.lib.stride_tricks.sliding_window_view(ends, _WIDE)
-    level = np.median(windows, 1)
+    mean, level = windows.mean(1), np.median(windows, 1)
+    swing, period = _swing((loss - mean) / np.where(mean, np.abs(mean), 1))
+    if swing > 0.3:
+        yield "loss oscillates", {"swing": swing, "period": period}
+
     # What training has gained counts, so that noise near a loss of zero does not.
     size = np.maximum(np.abs(level), 0.25 * (first - level))
     leaps = np.divide(loss - level, size, out=np.zeros_like(loss), where=size > 0)
-
-    # A swing is one line of the spectrum. Noise has no line, and bursts have many.
-    power = np.abs(np.fft.rfft(np.clip(leaps, -2, 2))) ** 2
-    lines = power[1:-1] + power[:-2] + power[2:]
-    line = int(np.argmax(lines[4:])) + 5
-    amplitude = 2 * np.sqrt(lines[line - 1]) / len(loss)
-    if amplitude > 0.3 and lines[line - 1] > 0.35 * power[1:].sum():
-        yield "loss oscillates", {"swing": amplitude, "period": len(loss) / line}
-
     burst = leaps > max(1, 10 * _scatter(leaps))
     if loss.min() > 0:  # the losses of many batches spread like exp of noise
         ratio = np.log(loss / level)
@@ -254,6 +285,28 @@ def _unsteady(
     if len(starts) >= max(5, 0.015 * len(loss)):
         values = {"bursts": len(starts), "every": int(np.median(np.diff(starts)))}
         yield "bursts", {"steps": len(loss), **values}
+
+
+def _swing(leaps: np.ndarray) -> tuple[float, float]:
+    """Returns amplitude and period of a swing of any shape, or zeros.
+
+    By the autocorrelation of parts of the run, whose periods may differ: far below 0
+    at half a period, and far above at a whole one. Bursts are near 0 between.
+    """
+    swings, periods = [], []
+    for start in range(0, len(leaps) - 2 * _WIDE, _WIDE // 2):
+        part = np.clip(leaps[start : start + 2 * _WIDE], -2, 2)
+        part -= part.mean()
+        products = np.correlate(part, part, "full")[len(part) - 1 :]
+        powers = (products / np.arange(len(part), 0, -1))[:_WIDE]  # by lag
+        half = int(np.argmax(powers < 0.75 * powers.min()))
+        whole = half + int(np.argmax(powers[half : 4 * half + 1]))
+        if powers[half] < -0.3 * powers[0] and powers[whole] > 0.4 * powers[0]:
+            swings.append(np.sqrt(2 * powers[whole]))
+            periods.append(whole)
+        else:
+            swings.append(0.0)
+    return float(np.median(swings)), float(np.median(periods or 0))
 
 
 def _scatter(x: np.ndarray) -> float:

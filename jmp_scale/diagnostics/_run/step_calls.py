@@ -4,8 +4,8 @@ import dataclasses
 import functools
 import math
 import sys
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeGuard
 
 import jax
@@ -78,8 +78,21 @@ class Run:
         return {p: self.change(p) for p in self.after if p not in self.check.ours}
 
     @property
+    def is_skipped(self) -> bool:
+        """Whether each optimizer, and each S that is not of one, skipped the step."""
+        scales = [s for s in self.check.scales if s[:-1] not in self.check.states]
+        is_overflow = [self.counted[scale] == "overflow" for scale in scales]
+        return len(self.skipped) == len(self.check.states) and all(is_overflow)
+
+    @property
+    def moments(self) -> list[Path]:
+        """Returns the floating-point leaves of optimizers."""
+        leaves = self.changes.items()
+        return [p for p, c in leaves if c.is_float and p in self.check.in_optimizers]
+
+    @property
     def weights(self) -> list[Path]:
-        """Returns the floating-point leaves that are not an optimizer's."""
+        """Returns all other floating-point leaves."""
         floats = [path for path, change in self.changes.items() if change.is_float]
         return [path for path in floats if path not in self.check.in_optimizers]
 
@@ -116,15 +129,9 @@ class Check:
         labels = [f"args[{i}]" for i in range(len(args))] + self._keywords
         args = [*args, *kwargs.values()]  # a tuple of states would look like a chain
         optimizers = [node for _, node in find_nodes(_is_of_optimizer, args)]
-        scales = filter(_is_scale, jax.tree.leaves(args, is_leaf=_is_scale))
-        self.fixed = [x.loss_scale for x in scales if isinstance(x, StaticLossScale)]
+        self.fixed = _static_scales(args)
         args = jax.tree.map(_as_dynamic, args, is_leaf=_is_scale)
-        pairs, self._join = _flat(args)
-        self._leaves = {_path_of(keys): leaf for keys, leaf in pairs}
-        self.names = {  # as a reader writes them, `args[0]['w']`
-            path: labels[int(path[0])] + jax.tree_util.keystr(keys[1 : len(path)])
-            for path, (keys, _) in zip(self._leaves, pairs, strict=True)
-        }
+        self._leaves, self.names, self._join = _named_leaves(args, labels)
         self.start = {path: x for path, x in self._leaves.items() if is_data(x)}
         # Variables of NNX outside of modules, as in an optimizer's state, are results.
         modules = [_path_of(keys) for keys, _ in find_nodes(is_module, args)]
@@ -147,7 +154,7 @@ class Check:
 
     def _below(self, *nodes: Path) -> set[Path]:
         """Returns the arrays in these nodes."""
-        return {p for p in self.start if any(p[: len(n)] == n for n in nodes)}
+        return {path for path in self.start if _is_below(path, nodes)}
 
     def _parents(self, *names: str) -> list[Path]:
         """Returns the nodes with leaves of these names."""
@@ -155,7 +162,10 @@ class Check:
         return [n for n in nodes if all((*n, name) in self.start for name in names)]
 
     def _apart(self) -> Named:
-        """Returns copies of other leaves, made larger: an average starts as a copy."""
+        """Scales leaves that equal another one, so that both can be told apart.
+
+        An average starts as a copy of the parameters.
+        """
         copies: Counter[tuple[object, ...]] = Counter()
         new = {}
         for path, x in self.start.items():
@@ -177,50 +187,61 @@ class Check:
         """Whether a call was applied, and counted as the first was."""
         return run is not None and run.is_applied and run.counted == self.base.counted
 
+    def step(self, run: Run) -> np.ndarray:
+        """Returns the changes of moments or, if none moves, of all other floats."""
+        base = self.base
+        paths = [path for path in base.moments if base.moved(path)] or base.weights
+        return np.concatenate([np.zeros(1), *(run.change(p).step for p in paths)])
+
+    def followed(self, run: Run | None) -> Iterator[Run]:
+        """Yields a run and those that follow it, as long as they are applied."""
+        while run is not None and run.is_applied:
+            yield run
+            run = self.run("later steps", follows=run)
+
     def window_after(self, run: Run) -> Run:
         """Returns the last of the steps that follow a run until a window ends."""
         for _ in range(self.window):
             run = self.run("later steps", follows=run) or run
         return run
 
-    def with_other_weights(self, s: float | None = None) -> Run | None:
+    def with_other_weights(self, s: float) -> Run | None:
         """Calls an applied step with other values outside of the optimizers."""
         values = {
             path: 1.5 * host(self.start[path]).astype(np.float64) + 0.01
             for path in self.base.weights
             if self.base.changes[path].ndim
         }
-        run = self.run("other weights", s, values=values) if values else None
+        run = self.run("other weights", values | self.at(s)) if values else None
         return run if run is not None and run.is_applied else None
+
+    def at(
+        self, s: float, scales: Sequence[Path] = (), counter: int = FAR
+    ) -> dict[Path, ArrayLike]:
+        """Returns the values of an S and its counter, for `scales` or for all."""
+        values: dict[Path, ArrayLike] = {}
+        for scale in scales or self.scales:
+            values[*scale, "loss_scale"] = np.float32(s)
+            values[*scale, "counter"] = counter
+        return values
 
     def run(
         self,
         what: str,
-        s: float | None = None,
-        only: Path | None = None,
         values: Mapping[Path, ArrayLike] = {},
-        counter: int = FAR,
         follows: Run | None = None,
     ) -> Run | None:
-        """Calls the step at S = `s`, of all loss scales or of `only` one; else base S.
+        """Calls the step with new values of leaves; with the S of the base by default.
 
-        `values` are new entries of leaves. Returns None if a later call raises.
+        Returns None if a later call than the first one raises.
         """
         before = {**self.start, **(follows.after if follows else {})}
-        new = dict(values)
-        for scale in self.scales:
-            is_base = s is None or only not in (None, scale)
-            new[*scale, "loss_scale"] = np.float32(self.s if is_base else s)
-            new[*scale, "counter"] = counter
+        new = {**self.at(self.s), **values}
         before |= {path: _like(before[path], value) for path, value in new.items()}
         leaves = [before.get(path, old) for path, old in self._leaves.items()]
-        arrays = jax.Array, np.ndarray  # copied, since a step may donate them
-        args = self._join([x.copy() if isinstance(x, arrays) else x for x in leaves])
         self.count += 1
-        first = len(args) - len(self._keywords)
-        keywords = dict(zip(self._keywords, args[first:], strict=True))
         try:
-            out = jax.block_until_ready(self._step(*args[:first], **keywords))
+            args, out = self._call(leaves)
         except _RAISED as error:
             if self.count == 1:
                 raise
@@ -228,6 +249,17 @@ class Check:
             self.raised.append(f"{what}, {type(error).__name__}: {message}")
             return None
         return Run(self, before, *self._after(before, args, out))
+
+    def _call(self, leaves: Sequence[Leaf]) -> tuple[PyTree, PyTree]:
+        """Calls the step with copies, which it may donate; returns these, and results.
+
+        Modules among the arguments have changed then.
+        """
+        arrays = jax.Array, np.ndarray
+        args = self._join([x.copy() if isinstance(x, arrays) else x for x in leaves])
+        first = len(args) - len(self._keywords)
+        keywords = dict(zip(self._keywords, args[first:], strict=True))
+        return args, jax.block_until_ready(self._step(*args[:first], **keywords))
 
     def _after(self, before: Named, args: PyTree, out: PyTree) -> tuple[Named, Named]:
         """Returns the leaves after a call, and all other results."""
@@ -237,10 +269,10 @@ class Check:
             whole = self.states + self.scales
             self._places = _matched(plain, results, whole, self._carried)
         after = {p: x for p, x in _named(args).items() if p in self._in_modules}
-        after |= {p: results[q] for p, q in self._places.items() if q in results}
-        after = {p: x for p, x in after.items() if np.shape(x) == np.shape(before[p])}
-        used = set(self._places.values())
-        return after, {q: x for q, x in results.items() if q not in used}
+        for path, place in self._places.items():
+            if place in results:
+                after[path] = results.pop(place)
+        return {p: x for p, x in after.items() if _are_alike(x, before[p])}, results
 
 
 def _is_scale(x: PyTree) -> bool:
@@ -252,6 +284,12 @@ def _as_dynamic(x: PyTree) -> PyTree:
     if not isinstance(x, LossScale) or isinstance(x, (NoOpLossScale, DynamicLossScale)):
         return x
     return DynamicLossScale(jnp.full(jnp.shape(x.loss_scale), 8.0))
+
+
+def _static_scales(args: PyTree) -> list[float]:
+    """Returns the S of each `StaticLossScale`."""
+    leaves = jax.tree.leaves(args, is_leaf=_is_scale)
+    return [x.loss_scale for x in leaves if isinstance(x, StaticLossScale)]
 
 
 def _is_of_optimizer(node: PyTree) -> bool:
@@ -274,6 +312,22 @@ def _flat(tree: PyTree) -> tuple[list[tuple[KeyPath, Leaf]], Function]:
         return nnx.merge(graph, tree) if graph is not None and nnx else tree
 
     return pairs, join
+
+
+def _named_leaves(
+    args: PyTree, labels: Sequence[str]
+) -> tuple[Named, dict[Path, str], Function]:
+    """Returns leaves and their names by path, and a function that joins others.
+
+    A name is as a reader writes it, `args[0]['w']`.
+    """
+    pairs, join = _flat(args)
+    leaves, names = {}, {}
+    for keys, leaf in pairs:
+        path = _path_of(keys)
+        leaves[path] = leaf
+        names[path] = labels[int(path[0])] + jax.tree_util.keystr(keys[1 : len(path)])
+    return leaves, names, join
 
 
 def _named(tree: PyTree) -> Named:
@@ -326,47 +380,73 @@ def _like(leaf: Leaf, value: ArrayLike) -> Leaf:
 def _matched(
     before: Named, results: Named, whole: Sequence[Path], carried: Sequence[int]
 ) -> dict[Path, Path]:
-    """Returns the path of the result that is the next value of each argument's leaf."""
-    ours, theirs = _subtrees(before), _subtrees(results)
-    found: dict[Path, Path] = {}
-    for position in carried:
-        path = (str(position),)
-        found[path] = path if path in results else ()  # the only result
-        if path not in before or theirs.get(found[path]) != ours[path]:
-            raise ValueError(
-                "check_step: expected carried= to have positions of bare arrays that "
-                f"come back at that position of the results, got {position}"
-            )
-    places: dict[Form, list[Path]] = {}
-    for place, form in theirs.items():
-        places.setdefault(form, []).append(place)
-    # It has the names and shapes of an argument, or of a part, but not within `whole`.
-    inside = {p for p in ours if any(p != w and p[: len(w)] == w for w in whole)}
-    pairs: list[tuple[int, int, float, dict[Path, Path]]] = []
-    for path, form in ours.items():
-        for place in places.get(form, ()) if path and path not in inside else ():
-            if _may_match(path, place, form):
-                leaves = {(*path, *end): (*place, *end) for end, _ in form}
-                gaps = (difference(before[p], results[q]) for p, q in leaves.items())
-                gap = sum(float(np.nansum(np.abs(x))) for x in gaps)
-                pairs.append((-len(form), len(path), gap, leaves))
-    # The largest, then the nearest parts: parameters have the form of their moments.
-    for *_, leaves in sorted(pairs, key=lambda pair: pair[:3]):
+    """Returns the path of the result that is the next value of each argument's leaf.
+
+    A part of a node of `whole` matches only with that node.
+    """
+    found = dict(_carried(position, before, results) for position in carried)
+    for leaves in _candidates(before, results, whole):
         is_free = found.keys().isdisjoint(leaves)
         if is_free and not set(leaves.values()).intersection(found.values()):
             found |= leaves
     return found
 
 
+def _carried(position: int, before: Named, results: Named) -> tuple[Path, Path]:
+    """Returns the paths of a bare array, and of its next value among the results."""
+    path = (str(position),)
+    place = path if path in results else ()  # the only result
+    both = path in before and place in results
+    if not both or not _are_alike(before[path], results[place]):
+        raise ValueError(
+            "check_step: expected carried= to have positions of bare arrays that "
+            f"come back at that position of the results, got {position}"
+        )
+    return path, place
+
+
+def _candidates(
+    before: Named, results: Named, whole: Sequence[Path]
+) -> list[dict[Path, Path]]:
+    """Returns the pairs of parts with equal names and shapes, the best first.
+
+    The largest, then the nearest: parameters have the form of their moments.
+    """
+    places: dict[Form, list[Path]] = defaultdict(list)
+    for place, form in _subtrees(results).items():
+        places[form].append(place)
+    pairs: list[tuple[int, int, float, dict[Path, Path]]] = []
+    for path, form in _subtrees(before).items():
+        for place in places[form] if path and not _is_below(path, whole) else ():
+            if _may_match(path, place, form):
+                leaves = {(*path, *end): (*place, *end) for end, _ in form}
+                gaps = (difference(before[p], results[q]) for p, q in leaves.items())
+                gap = sum(float(np.nansum(np.abs(x))) for x in gaps)
+                pairs.append((-len(form), len(path), gap, leaves))
+    return [leaves for *_, leaves in sorted(pairs, key=lambda pair: pair[:3])]
+
+
 def _may_match(path: Path, place: Path, form: Form) -> bool:
     """Whether equal names and shapes suffice for a match."""
-    names = [name for suffix, _ in form for name in suffix]
-    if any(not name.isdigit() for name in path):
+    if _has_names(path):
         # A part of something that has names.
         return not path[-1].isdigit() and path[-1:] == place[-1:]
     # Lists of arrays, such as weights of layers: not a batch, nor scalars.
     is_list = len(form) > 2 and any(shape for _, shape in form)
-    return is_list or any(not name.isdigit() for name in names)
+    return is_list or any(_has_names(end) for end, _ in form)
+
+
+def _has_names(path: Path) -> bool:
+    """Whether a path is more than positions in tuples and lists."""
+    return not all(map(str.isdigit, path))
+
+
+def _is_below(path: Path, nodes: Sequence[Path]) -> bool:
+    return any(path != node and path[: len(node)] == node for node in nodes)
+
+
+def _are_alike(x: Leaf, y: Leaf) -> bool:
+    return np.shape(x) == np.shape(y)
 
 
 def _subtrees(arrays: Named) -> dict[Path, Form]:

@@ -44,9 +44,11 @@ RULES = {
         f"{_TAKE} By hand, call opt_state.loss_scale.unscale(grads) after it.",
     ),
     "clipped while scaled": _error(
-        "It falls with S from some S on: gradients are clipped while they are scaled.",
+        "Changes fall with S from some S on: gradients are clipped while they are "
+        "scaled, or a custom rule inside the loss clips.",
         "Unscale first: clip what jmp_scale.value_and_grad returns, or inside, "
-        "with_loss_scale(optax.chain(clip, tx), loss_scale).",
+        "with_loss_scale(optax.chain(clip, tx), loss_scale). A rule (custom_vjp) sees "
+        "S times the gradient: take its bound times S, or bfloat16 without S.",
     ),
     "unscaled twice": _error(
         "It falls with S: gradients are unscaled twice, the loss is not scaled, or "
@@ -62,8 +64,9 @@ RULES = {
         f"{_TAKE} Not from jax.value_and_grad, nor by an S that the step captures.",
     ),
     "state put back": _error(
-        "A step that overflows leaves opt_state as it was, so S never falls.",
-        "Return the state of tx.update on each step, without apply_if_finite around.",
+        "A step that overflows leaves S as it was, so S never falls.",
+        "Return the state of tx.update on each step, without apply_if_finite around. "
+        "By hand, adjust outside of the branch: ls = loss_scale.adjust(finite).",
     ),
     "overflow hidden": _error(
         "Overflowed gradients are applied: a clip, nan_to_num or zero_nans hides them.",
@@ -83,6 +86,16 @@ RULES = {
     "S adjusted twice": _error(
         "S counts more steps than its optimizer: it grows and falls too fast.",
         "Leave out the adjust by hand: tx.update adjusts S.",
+    ),
+    "update not finite": _error(
+        "An applied step makes it infinite or NaN: gradients are checked, updates not.",
+        "Look for a schedule that divides by step 0, hyperparameters in half precision "
+        "(b2 rounds to 1) or a norm of 0. To leave such updates out, with_loss_scale("
+        "optax.chain(tx, optax.apply_if_finite(optax.identity(), 5)), loss_scale).",
+    ),
+    "not repeatable": _warning(
+        "Two calls with the same arguments differ: no calls could be compared.",
+        "Pass one batch, and keys, as arguments: the step reads them from elsewhere.",
     ),
     "replicas diverge": _warning(
         "Devices that had the same parameters have other moments after a step.",

@@ -1,6 +1,7 @@
 """`check_step` names what is wrong with a step, and says nothing of right ones."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -60,7 +61,7 @@ def test_a_right_or_cured_step_has_no_problem_above_a_note(name):
     found = check_step(step, *args)
     assert found.ok, str(found)
     assert CURED.get(name, set()).isdisjoint(p.rule for p in found.problems)
-    assert found.calls <= 26
+    assert found.calls <= 44
 
 
 def linear(w, x):
@@ -283,6 +284,117 @@ def test_states_of_two_optimizers_as_arguments_are_no_chain():
     assert check_step(step, *args).problems == ()
 
 
+def rules_of(step, *args):
+    return [problem.rule for problem in check_step(step, *args).problems]
+
+
+def test_a_step_that_reads_its_data_from_elsewhere_is_asked_for_a_batch():
+    batches = (i * ROWS for i in itertools.count(1))
+
+    def step(w, state):
+        return SGD_STEP(w, state, next(batches))
+
+    assert rules_of(step, WEIGHTS, SGD.init(WEIGHTS)) == ["not repeatable"]
+
+
+def test_an_s_that_only_finite_steps_adjust_never_falls():
+    def step(w, ls, x):
+        loss, grads = jmp_scale.value_and_grad(linear, ls)(w, x)
+
+        def apply(_):
+            return jax.tree.map(lambda p, g: p - 0.1 * g, w, grads), ls.adjust(True)
+
+        finite = jmp_scale.all_finite(grads)
+        return *jax.lax.cond(finite, apply, lambda _: (w, ls), None), loss
+
+    assert rules_of(jax.jit(step), WEIGHTS, DYNAMIC, ROWS) == ["state put back"]
+
+
+# Finite gradients, and an update that is infinite or NaN.
+NOT_FINITE = {
+    "1 / step": lambda: optax.sgd(lambda step: 1e-2 / step),
+    "in a window": lambda: optax.MultiSteps(
+        optax.adam(lambda step: step**-0.5), 3
+    ).gradient_transformation(),
+    "b2 is 1": lambda: optax.inject_hyperparams(
+        optax.adamw, hyperparam_dtype=jnp.bfloat16
+    )(learning_rate=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_an_update_that_is_not_finite_is_found_and_left_out_by_its_cure(name):
+    tx = jmp_scale.with_loss_scale(NOT_FINITE[name](), DYNAMIC)
+    step = functools.partial(SGD_STEP, tx=tx)
+    assert rules_of(step, WEIGHTS, tx.init(WEIGHTS), ROWS) == ["update not finite"]
+    last = optax.apply_if_finite(optax.identity(), 5)
+    tx = jmp_scale.with_loss_scale(optax.chain(NOT_FINITE[name](), last), DYNAMIC)
+    step = functools.partial(SGD_STEP, tx=tx)
+    w, state, _ = step(WEIGHTS, tx.init(WEIGHTS), ROWS)
+    assert state.applied
+    assert jmp_scale.all_finite(w)
+
+
+def regression(clip, outside):
+    """A linear regression in float16, whose largest gradients overflow one by one."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    w = {"w": jax.random.normal(keys[0], (8, 1)) / 3}
+    x, y = jax.random.normal(keys[1], (64, 8)), jax.random.normal(keys[2], (64, 1))
+    inner = optax.adam(1e-3) if outside else optax.chain(clip, optax.adam(1e-3))
+    tx = jmp_scale.with_loss_scale(inner, DYNAMIC)
+    tx = optax.chain(clip, tx) if outside else tx
+
+    @functools.partial(jmp_scale.autocast, dtype="float16")
+    def loss_of(w, x, y):
+        return jnp.mean((x @ w["w"] - y) ** 2)
+
+    @jax.jit
+    def step(w, state, x, y):
+        ls = (state[1] if outside else state).loss_scale
+        loss, grads = jmp_scale.value_and_grad(loss_of, ls)(w, x, y)
+        updates, state = tx.update(grads, state, w)
+        return optax.apply_updates(w, updates), state, loss
+
+    return step, w, tx.init(w), x, y
+
+
+@pytest.mark.parametrize("limit", [1.0, 0.1])
+def test_a_clip_of_entries_outside_hides_infinities_and_inside_does_not(limit):
+    clip = optax.clip(limit)
+    assert rules_of(*regression(clip, outside=True)) == ["overflow hidden"]
+    assert rules_of(*regression(clip, outside=False)) == []
+
+
+def test_a_clip_in_a_rule_of_the_loss_is_told_as_one_of_scaled_gradients():
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+    def clip_gradient(x, limit):
+        return x
+
+    clip_gradient.defvjp(
+        lambda x, limit: (x, None),
+        lambda limit, _, g: (jnp.clip(g, -limit, limit),),
+    )
+
+    def loss_of(w, x):
+        return jnp.mean((clip_gradient(x @ w["w"], 1 / 16) - 1) ** 2)
+
+    @jax.jit
+    def step(w, state, x):
+        value_and_grad = jmp_scale.value_and_grad(loss_of, state.loss_scale)
+        loss, grads = value_and_grad(w, x)
+        updates, state = SGD.update(grads, state, w, value=loss)
+        return optax.apply_updates(w, updates), state, loss
+
+    problem, *_ = check_step(step, WEIGHTS, SGD.init(WEIGHTS), ROWS).problems
+    assert problem.rule == "clipped while scaled"
+    assert "or a custom rule inside the loss clips" in problem.text
+
+
+def test_what_is_no_step_is_a_type_error_that_says_what_to_write():
+    with pytest.raises(TypeError, match=r"got an array.*check_step\(train_step, "):
+        check_step(linear(WEIGHTS, ROWS))
+
+
 def test_a_linear_loss_that_is_not_returned_is_no_captured_one():
     adam = jmp_scale.with_loss_scale(optax.adam(0.1), DYNAMIC)
 
@@ -311,7 +423,7 @@ def test_records_of_all_steps_may_change_on_a_skip():
 def test_each_rule_has_a_step_and_says_what_to_write():
     elsewhere = {
         "no loss scale", "state out of reach", "not applied", "nothing comes back",
-        "raised", "gradients of zero",
+        "raised", "gradients of zero", "not repeatable", "update not finite",
     }  # fmt: skip
     assert WRONG.keys() | elsewhere == RULES.keys()
     for rule in RULES.values():

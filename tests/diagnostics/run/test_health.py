@@ -155,6 +155,16 @@ def test_up_to_one_skip_in_a_hundred_is_normal(skipped, cause):
     assert all(words in text for text in said)
 
 
+def test_parameters_that_an_update_made_nan_are_told_where_they_are_at_hand():
+    broken = state(None, 3, 3, nonfinite_losses=np.int32(3))
+    for params, kind in ((jnp.nan, "parameters not finite"), (1, "loss not finite")):
+        log = diagnostics.HealthLog()
+        (said,) = log({"params": jnp.float32(params), "opt": broken})
+        assert log.kinds == {kind}
+        assert "although the gradients before were" in said
+    assert diagnostics.HealthLog()({"ema": jnp.float32(jnp.nan), "opt": state()}) == []
+
+
 def test_the_most_urgent_finding_comes_first():
     applied = ~np.isin(np.arange(200), [100, 110, 120])
     history = history_of(applied=applied, loss=np.repeat([1.0, 50.0], 100))

@@ -46,7 +46,7 @@ UNSTEADY = {
     "swings": (
         FALLS * (1 + 0.6 * SINE),
         "loss oscillates",
-        "of its level up and down, every 32 steps",
+        "of its level up and down, every 31 steps",
     ),
     "swings a little": (FALLS * (1 + 0.2 * SINE),),
     "leaps": (

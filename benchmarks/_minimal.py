@@ -1,6 +1,9 @@
 """The smallest programs in which half precision decides what crosses the wire."""
 
 import contextlib
+import functools
+import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +17,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_scale
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
+from _summed_loss import summed_loss
 
 HALF = jnp.bfloat16
 # How a loss of (parameters, batch, dtype), where None is float32, becomes one of two
@@ -91,10 +97,10 @@ def _log_softmax_head(params, labels, dtype):
     return mean_loss(_logits(params, dtype), labels)
 
 
-def _head_in_chunks(params, labels, dtype, chunks=8):
+def _head_in_checkpoints(params, labels, dtype, chunks=4):
     def chunk(total, batch):
         x, labels = batch
-        loss = _log_softmax_head({"x": x, "out": params["out"]}, labels, dtype)
+        loss = _logsumexp_head({"x": x, "out": params["out"]}, labels, dtype)
         return total + loss / chunks, None
 
     batches = jax.tree.map(
@@ -102,6 +108,12 @@ def _head_in_chunks(params, labels, dtype, chunks=8):
         (params["x"], labels),
     )
     return jax.lax.scan(jax.checkpoint(chunk), 0.0, batches)[0]
+
+
+def _head_in_chunks(params, labels, dtype, chunks=4):
+    """As in the example: in half precision under `autocast`, whatever the dtype."""
+    weights = jnp.full(len(labels), 1 / len(labels))
+    return summed_loss(params["x"], params["out"], labels, weights, chunks=chunks)
 
 
 ROWS, COLUMNS, WHOLE = P("chips"), P(None, "chips"), P()
@@ -154,8 +166,18 @@ def _heads() -> dict[str, Minimal]:
             params = {"x": (tokens, by_row), "out": (out, of_out)}
             batch = tokens[:1], by_row, jnp.int32
             heads[f"head by {form}, {layout}"] = Minimal(loss, params, batch, *how)
-    whole = heads["head by log_softmax, DP"]
-    return heads | {"head in chunks, DP": whole._replace(loss=_head_in_chunks)}
+    odd = heads["head by log_softmax, DP"].params | {"out": ((768, 50257), WHOLE)}
+    of_one_chip = heads["head by log_softmax, DP"]._replace(params=odd)
+    losses = {
+        "": _logsumexp_head,
+        " in 4 checkpoints": _head_in_checkpoints,
+        " in 4 chunks": _head_in_chunks,
+        " in 8 chunks": functools.partial(_head_in_chunks, chunks=8),
+    }
+    return heads | {
+        f"head of 50,257{how}": of_one_chip._replace(loss=loss)
+        for how, loss in losses.items()
+    }
 
 
 MINIMAL |= _heads()

@@ -37,6 +37,16 @@ LAYOUTS = {
     "tensor parallel, 2 x 4": ("TP", "u2"),
     "a head, vocabulary of 50,304 over 4": ("head by log_softmax, DPxTP", "-"),
 }
+HEADS = {
+    "a cast by hand": ("head of 50,257", "by hand"),
+    "`autocast`": ("head of 50,257", "autocast"),
+    "a scan of `jax.checkpoint`s, 4 chunks": (
+        "head of 50,257 in 4 checkpoints",
+        "autocast",
+    ),
+    "the example, 4 chunks": ("head of 50,257 in 4 chunks", "autocast"),
+    "the example, 8 chunks": ("head of 50,257 in 8 chunks", "autocast"),
+}
 TRACED = {
     "twelve layers of GPT-2": "gpt12",
     "in Linen": "linen12",
@@ -75,6 +85,8 @@ CHECKPOINTED = [
     for program in ("autocast", "autocast, checkpoint")
 ]
 
+HEAD_COLUMNS = [("h100", MEMORY), ("h100", BYTES)]
+HEAD_COLUMNS += [("tpu-v5e", MEMORY), ("tpu-v5e", CYCLES)]
 KINDS = "(gradient|minimal programs), bf16$"
 BETWEEN_DEVICES = [
     ("h100 x 8", WIRE),
@@ -161,6 +173,24 @@ def over_devices() -> Cells:
     return cells
 
 
+def of_heads() -> Cells:
+    """Cells of the head of a language model, as the compilers give them."""
+
+    def cells(row: list[str]) -> list[str]:
+        layout, program = _named(row[0], HEADS)
+        figures = []
+        for machine, column in HEAD_COLUMNS:
+            (found,) = [
+                line[column]
+                for line in rows_of("sharded", f"^{machine} x 1, minimal programs")
+                if (line["layout"], line["program"]) == (layout, program)
+            ]
+            figures.append(found)
+        return [row[0], *figures]
+
+    return cells
+
+
 def time_of_a_trace() -> Cells:
     """Cells of a model, where tracing it in float32 is 1."""
 
@@ -183,6 +213,7 @@ TABLES: dict[str, Callable[[], Cells]] = {
     "| by hand = 1 | H100: memory |": lambda: autocast_over("by hand", SAVED),
     "| by hand = 1 | H100, without |": lambda: autocast_over("by hand", CHECKPOINTED),
     "| by hand = 1 | H100: communicated |": over_devices,
+    "| head of a language model | H100: MB |": of_heads,
     "| tracing, float32 = 1 |": time_of_a_trace,
     "| machine | step | measure |": cost_of_a_skip,
 }

@@ -1,4 +1,4 @@
-"""The text and the model of `nnx_transformer.py`: a small character transformer."""
+"""A text and a model: a small transformer of characters, or of several at a time."""
 
 import functools
 import pathlib
@@ -19,9 +19,11 @@ def load_text():
     return np.frombuffer(text.encode("ascii", "ignore"), np.uint8).astype(np.int32)
 
 
-def batches(count, size=16):
-    """Random pieces of the text, i32[count, size, CONTEXT + 1]."""
+def batches(count, size=16, letters=1):
+    """Random pieces of the text, i32[count, size, CONTEXT + 1]: `letters` a token."""
     text = load_text()
+    text = text[: len(text) // letters * letters].reshape(-1, letters)
+    text = text @ 128 ** np.arange(letters, dtype=np.int32)[::-1]
     shape = (count, size, 1)
     starts = np.random.RandomState(0).randint(0, len(text) - CONTEXT - 1, shape)
     return text[starts + np.arange(CONTEXT + 1)]
@@ -49,19 +51,23 @@ def attend(q, k, v):
 
 
 class Transformer(nnx.Module):
-    """Logits of the next character."""
+    """Logits of the next token."""
 
-    def __init__(self, rngs):
+    def __init__(self, rngs, vocabulary=128, use_bias=True):
         embed = functools.partial(
             nnx.Embed, features=WIDTH, dtype=jnp.float32, rngs=rngs
         )
-        self.characters, self.positions = embed(128), embed(CONTEXT)
+        self.characters, self.positions = embed(vocabulary), embed(CONTEXT)
         self.layers = nnx.List([Layer(rngs) for _ in range(LAYERS)])
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.out = nnx.Linear(WIDTH, 128, rngs=rngs)
+        self.out = nnx.Linear(WIDTH, vocabulary, use_bias=use_bias, rngs=rngs)
 
     def __call__(self, text):
+        return self.out(self.hidden(text))
+
+    def hidden(self, text):
+        """What the last product reads, f32[batch, CONTEXT, WIDTH]."""
         x = self.characters(text) + self.positions(jnp.arange(CONTEXT))[None]
         for layer in self.layers:
             x = layer(x)
-        return self.out(self.norm(x))
+        return self.norm(x)

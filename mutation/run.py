@@ -1,310 +1,132 @@
-"""Would the tests notice a mistake? Runs them on mutants of the core modules.
+"""Would the tests notice a mistake? cosmic-ray makes some in a clone of the repository.
 
-A mutant is a copy of the package with one small mistake: `<` for `<=`, 0 for 1, the
-branches of a `jnp.where` swapped, a keyword argument left out. Those that no test
-notices are printed as differences. They are either a test that is missing, or equal to
-the original in all that it does.
-
-The package is copied to a temporary directory first. Each mutant runs in a fork of
-this process, which has JAX imported: half of the time would be spent in that.
+The sessions of the modules are in `mutants/`, where an interrupted run goes on.
 """
 
 import argparse
-import difflib
-import gc
-import itertools
-import json
-import math
+import ast
+import contextlib
+import glob
 import os
-import shutil
-import signal
+import random
+import re
+import shlex
+import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from mutants import meaning, sample
+from cosmic_ray import plugins
+from cosmic_ray.commands import execute, init
+from cosmic_ray.config import ConfigDict
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.work_db import WorkDB, use_db
+from cosmic_ray.work_item import WorkerOutcome, WorkResult
+from mistakes import OPERATORS
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY, SESSIONS = Path(__file__).parents[1], Path("mutants").resolve()
+plugins.OPERATOR_PROVIDERS["calls"] = OPERATORS
 
-# The tests that mirror a module, and some that use it.
-TESTS = {
-    "_scaling/loss_scale": "scaling/test_loss_scale scaling/test_own_loss_scale "
-    "test_validation scaling/test_gradients test_state_dict_docs "
-    "diagnostics/run/test_diagnosis diagnostics/precision/test_comparison",
-    "_tree": "test_tree test_policy scaling/test_loss_scale scaling/test_gradients "
-    "autocast/test_function",
-    "_mesh": "test_mesh scaling/test_transform test_sharding "
-    "scaling/test_gradient_sums",
-    "_scaling/finite": "scaling/test_finite test_mesh test_sharding",
-    "_scaling/gradients": "scaling/test_gradients test_mistakes",
-    "_scaling/transform": "scaling/test_transform test_optimizers "
-    "scaling/test_spike_guard",
-    "_scaling/skip": "scaling/test_skip test_optimizers scaling/test_transform",
-    "_scaling/spike_guard": "scaling/test_spike_guard test_mistakes test_checkpoints",
-    "_policy": "test_policy test_jmp",
-    "_autocast/autocast": "autocast/test_autocast autocast/test_exact",
-    "_autocast/interpreter": "autocast/test_autocast autocast/test_exact",
-    "_autocast/provenance": "autocast/test_provenance autocast/test_autocast "
-    "autocast/test_exact",
-    "_autocast/recompute/units": "autocast/test_autocast autocast/test_exact",
-    "_autocast/recompute/plan": "autocast/recompute/test_plan autocast/test_autocast "
-    "autocast/test_exact",
-    "_autocast/recompute/islands": "autocast/recompute/test_islands "
-    "autocast/test_autocast autocast/test_exact",
-    "_autocast/products": "autocast/test_products autocast/test_autocast "
-    "autocast/test_exact",
-    "_autocast/higher_order": "autocast/test_autocast autocast/test_types_first",
-    "_autocast/marks": "autocast/test_marks autocast/test_autocast",
-    **dict.fromkeys(
-        ("_jaxpr", "_jaxpr_rewrite"),
-        "test_jaxpr scaling/test_skip autocast/test_autocast",
-    ),
-    "_autocast/dot_general": "autocast/test_dot_general",
-    "_autocast/picks": "autocast/test_picks",
-    "_autocast/types_first": "autocast/test_types_first",
-    "_half_storage/bfloat16": "half_storage/test_bfloat16 half_storage/test_storage",
-    "_half_storage/parameters": "half_storage/test_parameters test_checkpoints",
-    "_half_storage/storage": "half_storage/test_storage test_unreduced",
-    "checkpoints": "test_checkpoints half_storage/test_parameters",
-    "_state": "scaling/test_loss_scale test_checkpoints scaling/test_transform",
-    "_validation": "test_validation test_mistakes scaling/test_loss_scale",
-    "_pytree": "test_checkpoints scaling/test_loss_scale scaling/test_spike_guard",
-}
-# Of the tests that run many optimizers, these are left out: one of them says little
-# more than adam, sgd, multi_steps and inject_hyperparams do.
-SELECTION = (
-    "not (lbfgs or backtracking or prodigy or adafactor or adamax or muon or "
-    "schedule_free or lookahead or rmsprop or reduce_on_plateau or bf16_momentum or "
-    "add_noise or measurement)"
+MODULES = re.compile(
+    r"(_(scaling|half_storage|autocast)/.*(?<!__init__)|checkpoints|"
+    r"_(tree|mesh|state|validation|policy|pytree|jaxpr))\.py"
+)
+OF_OTHERS = {"_jaxpr": "autocast", "checkpoints": "half_storage"}  # folders of tests
+ALSO = ["mistakes", "policy", "mesh", "sharding", "checkpoints", "optimizers"]
+PYTEST = [sys.executable, "-m", "pytest", "-xq", "-o", "addopts="]
+PYTEST += ["-m", "not slow and not targets"]
+# Nobody writes `<<` for `+` by mistake, or loses a decorator.
+PLAUSIBLE = re.compile(
+    r"(?!ReplaceBinary|ReplaceComparison|RemoveDecorator)|"
+    r"\w+Operator(_(Add|Sub|Mul|Div)){2}$|\w+Operator(_(FloorDiv|Mod|Mul|Pow)){2}$|"
+    r"\w+Operator(_Bit(And|Or|Xor)){2}$|\w+Operator(_(Lt|LtE|Gt|GtE|Eq|NotEq)){2}$|"
+    r"\w+Operator(_(Is|IsNot)){2}$|\w+Operator(_(In|NotIn)){2}$"
 )
 
 
 def main() -> None:
-    """Runs the mutants and prints those that survive, then a table."""
-    arguments = _arguments()
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    # Most programs of a mutant are those of the original.
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(arguments.folder / "cache")
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-    _import_all_but_the_package()
-    with tempfile.TemporaryDirectory() as folder:
-        work = _copy(Path(folder) / "work")
-        for module in arguments.modules or TESTS:
-            _run_module(work, module, arguments)
-    _print_table(arguments.folder / "results.jsonl", arguments.seed)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("modules", nargs="*", help="such as _tree, _scaling/skip")
+    parser.add_argument("--sample", type=int, default=24, help="of each module (24)")
+    args = parser.parse_args()
+    SESSIONS.mkdir(exist_ok=True)
+    os.environ |= {
+        "JAX_PLATFORMS": "cpu",
+        # Most programs of a mistaken module are those of the right one.
+        "JAX_COMPILATION_CACHE_DIR": str(SESSIONS / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    print("| module | places | mistakes | noticed |\n| --- | ---: | ---: | ---: |")
+    with tempfile.TemporaryDirectory() as work:
+        subprocess.run(["git", "clone", "-q", REPOSITORY, work], check=True)
+        os.environ["PYTHONPATH"] = work
+        os.chdir(work)
+        files = sorted(glob.glob("**/*.py", root_dir="jmp_scale", recursive=True))
+        for file in args.modules or filter(MODULES.fullmatch, files):
+            _run(file.removesuffix(".py"), args.sample)
 
 
-def _run_module(work: Path, module: str, arguments: argparse.Namespace) -> None:
-    results = arguments.folder / "results.jsonl"
-    known = [row[:4] for row in _rows(results)]
-    path = work / "jmp_scale" / f"{module}.py"
-    original = path.read_text()
-    if arguments.survivors:
-        mutants = sample(original, sys.maxsize, arguments.seed)
-        again = [row[:4] for row in _rows(results) if not row[4]]
-        mutants = [m for m in mutants if [module, *m[:3]] in again]
-    else:
-        mutants = sample(original, arguments.sample, arguments.seed)
-        mutants = [m for m in mutants if [module, *m[:3]] not in known]
-    tests = Tests(work, TESTS[module], arguments.folder)
-    tests.check(arguments.seconds)
-    seen = {"", meaning(original)}
-    for mutant in mutants:
-        start, code = time.monotonic(), mutant.make()
-        if meaning(code) in seen:
-            continue
-        seen.add(meaning(code))
-        path.write_text(code)
-        noticed = tests.notice(arguments.timeout)
-        path.write_text(original)
-        difference = "" if noticed else _difference(original, code)
-        seconds = round(time.monotonic() - start)
-        row = [module, *mutant[:3], noticed, difference, seconds]
-        print(*row[:4], noticed or "SURVIVED", f"{seconds} s", flush=True)
-        print(difference, end="", flush=True)
-        with results.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+def _run(module: str, count: int) -> None:
+    """Makes the mistakes that have no result yet, and prints the module's row."""
+    path, generator = Path(f"jmp_scale/{module}.py"), random.Random(0)
+    with use_db(str(SESSIONS / f"{module.replace('/', '.')}.sqlite")) as db:
+        if not db.num_work_items:
+            init([path], db, {})
+        places = _places(db, path.read_text())
+        if not db.num_results:
+            chosen = [generator.choice(mistakes) for mistakes in places]
+            chosen = set(generator.sample(chosen, min(count, len(chosen))))
+            others = {item.job_id for item in db.work_items} - chosen
+            db.set_multiple_results(others, WorkResult(WorkerOutcome.SKIPPED))
+        if db.pending_work_items:
+            start, command = time.monotonic(), _command(module)
+            subprocess.run(shlex.split(command), check=True, stdout=sys.stderr)
+            timeout = 60 + 3 * (time.monotonic() - start)
+            config = {"test-command": command, "timeout": timeout}
+            execute(db, ConfigDict(config, distributor={"name": "local"}))
+        ran = [r for _, r in db.results if r.worker_outcome == WorkerOutcome.NORMAL]
+        row = module, len(places), len(ran), sum(result.is_killed for result in ran)
+    print("| `{}` | {} | {} | {} |".format(*row), flush=True)
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("modules", nargs="*", help="such as _tree; default all")
-    add("--sample", type=int, default=24, help="mutants per module (24)")
-    add("--seed", type=int, default=0)
-    add("--seconds", type=float, default=10, help="of tests per mutant (10)")
-    add("--timeout", type=int, default=300, help="seconds until a mutant hangs (300)")
-    add("--survivors", action="store_true", help="run those again that survived")
-    add("--folder", type=Path, default=Path("mutants"), help="of results; it resumes")
-    arguments = parser.parse_args()
-    arguments.folder = arguments.folder.resolve()
-    arguments.folder.mkdir(exist_ok=True)
-    return arguments
+def _places(db: WorkDB, source: str) -> list[list[str]]:
+    """The mistakes at each place of a source, by their names in the session."""
+    excluded, places = list(_excluded(source)), defaultdict(list)
+    for item in sorted(db.work_items, key=lambda item: str(item.mutations)):
+        (mistake,) = item.mutations
+        kind, start = mistake.operator_name.partition("/")[2], mistake.start_pos
+        outside = not any(low <= start < high for low, high in excluded)
+        if outside and PLAUSIBLE.match(kind):
+            operator = plugins.get_operator(mistake.operator_name)()
+            with contextlib.suppress(SyntaxError):
+                ast.parse(mutate_code(source, operator, mistake.occurrence))
+                places[start, kind.split("_")[0]].append(item.job_id)
+    return [places[key] for key in sorted(places)]
 
 
-def _import_all_but_the_package() -> None:
-    import chex
-    import flax.linen
-    import flax.nnx
-    import hypothesis
-    import jax
-    import optax
-    import pytest
-
-    # A process with JAX's threads must not be forked.
-    from jax._src import xla_bridge
-
-    # To shrink an example that fails takes minutes, and changes no answer.
-    phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
-    hypothesis.settings.register_profile("mutants", phases=phases, database=None)
-    hypothesis.settings.load_profile("mutants")
-
-    gc.freeze()  # most objects of the forks
-    assert not xla_bridge._backends, "JAX started its devices"
-    assert "jmp_scale" not in sys.modules, "the package was imported"
-    del chex, flax, jax, optax, pytest
+def _excluded(source: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Where a mistake changes no behaviour: annotations, decorators, messages."""
+    for node in ast.walk(ast.parse(source)):
+        parts = [getattr(node, "annotation", None), getattr(node, "returns", None)]
+        parts += getattr(node, "decorator_list", [])
+        if isinstance(node, ast.Raise | ast.JoinedStr):
+            parts.append(node)
+        for x in filter(None, parts):
+            yield (x.lineno, x.col_offset), (x.end_lineno, x.end_col_offset)
 
 
-def _copy(work: Path) -> Path:
-    ignored = shutil.ignore_patterns(".git", "__pycache__", ".*cache", "mutants")
-    shutil.copytree(REPOSITORY, work, ignore=ignored)
-    return work
-
-
-def _rows(results: Path) -> list[list]:
-    lines = results.read_text().splitlines() if results.exists() else []
-    rows = [json.loads(line) for line in lines]
-    return list({tuple(row[:4]): row for row in rows}.values())  # the last of each
-
-
-class Tests:
-    """The tests of a module: those that noticed most so far first, then the cheapest.
-
-    Each run is a fork of this process. As a plugin of pytest it times the tests, puts
-    them in order and leaves out the most expensive ones.
-    """
-
-    def __init__(self, work: Path, names: str, folder: Path) -> None:
-        self.work = work
-        self.names = names.split()
-        self.folder = folder
-        self.limit = math.inf
-        self.timed: dict[str, float] = {}
-        self.durations: dict[str, float] = {}
-        self.noticed: Counter[str] = Counter()
-
-    def check(self, seconds: float) -> None:
-        """Runs the tests without a mutant, and takes the times."""
-        for name in self.names:
-            file = self.folder / f"{Path(name).name}.json"
-            if not file.exists():
-                sys.dont_write_bytecode = False  # of the tests' rewritten asserts
-                status = self._run([name], 3600)
-                if status != 0:
-                    raise SystemExit(f"{name} fails without a mutant: {status}")
-            self.durations |= json.loads(file.read_text())
-        # Two mutants of one size within a second look equal to Python's cache.
-        sys.dont_write_bytecode = True
-        for cache in (self.work / "jmp_scale").rglob("__pycache__"):
-            shutil.rmtree(cache)
-        times = sorted(self.durations.values())
-        total = list(itertools.accumulate(times))
-        count = sum(t <= seconds for t in total)
-        self.limit = times[count - 1]
-        names, taken = " ".join(self.names), f"{total[count - 1]:.0f} s"
-        print(f"{names}: {count} of {len(times)} tests, {taken}", flush=True)
-
-    def notice(self, timeout: int) -> str:
-        """How the tests notice a mutant: "failure", "timeout" or not at all, ""."""
-        status = self._run(self.names, timeout)
-        if status is not None and status not in (0, 1, 2):
-            raise SystemExit(f"{self.names}: exit status {status}")
-        if status == 1 and (self.work / "noticed_by.txt").exists():
-            self.noticed[(self.work / "noticed_by.txt").read_text()] += 1
-        return "timeout" if status is None else "failure" if status else ""
-
-    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        times, noticed = self.durations, self.noticed
-        if self.limit < math.inf:
-            items[:] = [i for i in items if times.get(i.nodeid, 0) <= self.limit]
-            items.sort(key=lambda i: (-noticed[i.nodeid], times.get(i.nodeid, 0)))
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed:
-            (self.work / "noticed_by.txt").write_text(report.nodeid)
-
-    def pytest_runtest_call(self) -> None:
-        self.start = time.process_time()
-
-    def pytest_runtest_teardown(self, item: Any) -> None:
-        if hasattr(self, "start"):
-            self.timed[item.nodeid] = time.process_time() - self.start
-
-    def pytest_sessionfinish(self, exitstatus: int) -> None:
-        first = next(iter(self.timed), "").partition("::")[0]
-        file = self.folder / f"{Path(first).stem}.json"
-        if exitstatus == 0 and not file.exists():
-            file.write_text(json.dumps(self.timed))
-
-    def _run(self, names: list[str], timeout: int) -> int | None:
-        """The exit status of pytest, or None if it took too long."""
-        child = os.fork()
-        if child == 0:
-            os._exit(self._run_here(names))
-        end = time.monotonic() + timeout
-        while time.monotonic() < end:
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                code = os.waitstatus_to_exitcode(status)
-                return 1 if code < 0 else code  # ended by a signal
-            time.sleep(0.05)
-        os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        return None
-
-    def _run_here(self, names: list[str]) -> int:
-        import pytest
-
-        os.setsid()
-        os.chdir(self.work)
-        sys.path[:0] = [str(self.work), str(self.work / "tests")]
-        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
-        output = os.open(self.work / "output.txt", os.O_WRONLY | os.O_CREAT)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        options = ["-x", "-q", "-p", "no:cacheprovider", "-k", SELECTION]
-        options += ["-m", "not slow", "-o", "addopts="]
-        # Both are imported before pytest rewrites their asserts.
-        options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-        paths = [f"tests/{name}.py" for name in names]
-        try:
-            return int(pytest.main([*options, *paths], plugins=[self]))
-        except BaseException:
-            traceback.print_exc()
-            return 3
-
-
-def _difference(original: str, mutated: str) -> str:
-    lines = difflib.unified_diff(original.split("\n"), mutated.split("\n"), n=0)
-    return "\n".join(list(lines)[2:]) + "\n"
-
-
-def _print_table(results: Path, seed: int) -> None:
-    rows = _rows(results)
-    total = Counter(row[0] for row in rows)
-    noticed = Counter(row[0] for row in rows if row[4])
-    print("| module | places | mutants | noticed |\n| --- | --- | --- | --- |")
-    for name in total:
-        source = (REPOSITORY / "jmp_scale" / f"{name}.py").read_text()
-        places = len(sample(source, sys.maxsize, seed))
-        print(f"| `{name}` | {places} | {total[name]} | {noticed[name]} |")
+def _command(module: str) -> str:
+    """Its own tests first, then its wing's, and others: the first failure ends it."""
+    tests, path = Path("tests"), Path(module.removeprefix("_"))
+    folder = path.parts[0] if path.parent.name else OF_OTHERS.get(module, "scaling")
+    files = [tests / path.parent / f"test_{path.name}.py"]
+    files += sorted((tests / folder).rglob("test_*.py"))
+    files += [tests / f"test_{name}.py" for name in ALSO]
+    paths = [str(path) for path in dict.fromkeys(files) if path.exists()]
+    return shlex.join([*PYTEST, *paths])
 
 
 if __name__ == "__main__":

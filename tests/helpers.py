@@ -46,6 +46,17 @@ def one_of(count, values):
     ]
 
 
+def slow(row):
+    """The row of a parametrized test, which does not run by default."""
+    values = row if isinstance(row, tuple) else (row,)
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def by_name(quick, rows):
+    """Rows of a parametrized test: those named in `quick` run by default."""
+    return [*quick, *(slow(row) for row in rows if row not in quick)]
+
+
 def reference_rule(
     finite,
     loss_scale=2.0**15,

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
-import pytest
 from flax import nnx
 
 import jmp_scale.linen
@@ -88,12 +87,6 @@ def every_optimizer():
 
 
 OPTIMIZERS = every_optimizer()
-
-
-def by_name(quick, others=()):
-    """Parametrizes with names of optimizers; those of `others` are slow tests."""
-    slow = [pytest.param(x, marks=pytest.mark.slow) for x in others if x not in quick]
-    return pytest.mark.parametrize("name", [*sorted(quick), *slow])
 
 
 def value_fn(params):

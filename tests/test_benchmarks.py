@@ -171,7 +171,7 @@ def test_minimal_programs_have_no_rows_of_what_they_are_not_made_for(monkeypatch
     sharded.main(["--targets", "h100:1", "--minimal"])
     assert {row.program for row in rows} == {*sharded.PROGRAMS}
     layouts = {row.layout for row in rows}
-    assert "head in chunks, DP" in layouts
+    assert "head of 50,257 in 4 chunks" in layouts
     assert "head by log_softmax, TP" not in layouts  # one chip shares with no other
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import one_of
+from helpers import slow
 
 import jmp_scale
 
@@ -34,7 +34,12 @@ def program_of(page):
     return "\n".join([BEFORE, *lines, AFTER])
 
 
-PAGES = "README.md", "docs/flax.md", "docs/devices.md", "docs/half-parameters.md"
+PAGES = (
+    "README.md",
+    slow("docs/flax.md"),
+    "docs/devices.md",
+    slow("docs/half-parameters.md"),
+)
 
 
 @contextlib.contextmanager
@@ -63,7 +68,7 @@ def relaxed(make):
     return made
 
 
-@pytest.mark.parametrize("page", one_of(2, PAGES))
+@pytest.mark.parametrize("page", PAGES)
 def test_the_program_of_a_page_passes_the_checkers_of_jax(page, monkeypatch):
     monkeypatch.setattr(optax, "adamw", relaxed(optax.adamw))
     monkeypatch.setattr(optax, "adam", relaxed(optax.adam))

@@ -6,6 +6,7 @@ one than on another. What is asserted holds on all.
 
 import concurrent.futures
 import contextlib
+import functools
 import io
 import multiprocessing
 import pathlib
@@ -78,8 +79,8 @@ def run(fresh_process):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] if i % 9 != 7 else [])
-        for i, name in enumerate(SCRIPTS)
+        pytest.param(name, marks=() if name == "quickstart.py" else pytest.mark.slow)
+        for name in SCRIPTS
     ],
 )
 def test_help_says_what_the_example_shows_and_steps_that_are_none_are_an_error(
@@ -271,6 +272,85 @@ def test_four_ways_of_sharding_take_the_same_decisions(fresh_process):
     ways = ("pmap", "jit, data-parallel", "jit, FSDP", "shard_map")
     rows = columns(text, ways)
     assert [rows[way][1:] for way in ways] == [["2^14", "1", "8"]] * 4
+
+
+@pytest.mark.slow
+def test_a_loss_without_logits_learns_the_same_in_less_memory(run):
+    rows = columns(
+        run("loss_without_logits.py", "--steps", 10),
+        ("float32", "bfloat16", "bfloat16, in chunks", "float16, in chunks"),
+    )
+    losses = [float(cells[0]) for cells in rows.values()]
+    assert max(losses) - min(losses) < 0.05
+    memory = {name: float(cells[1].removesuffix(" MB")) for name, cells in rows.items()}
+    for dtype in ("bfloat16", "float16"):
+        assert memory[f"{dtype}, in chunks"] < memory["bfloat16"] / 2
+
+
+LOSSES_OF = {
+    "plain": {},
+    "z-loss": {"z_loss": 0.1},
+    "soft cap": {"soft_cap": 3.0},
+}
+
+
+@pytest.mark.parametrize("options", LOSSES_OF)
+# The rounding of a product's result, and then that of the gradient.
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float32", 2e-6), ("bfloat16", 2e-2), ("float16", 2e-3)]
+)
+def test_a_loss_without_logits_has_the_value_and_gradients_of_the_plain_one(
+    options, dtype, tolerance, monkeypatch
+):
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import jmp_scale
+
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from _summed_loss import losses_of_rows, summed_loss
+
+    rng = np.random.RandomState(0)
+    h, head = rng.normal(size=(32, 24)), rng.normal(size=(24, 400))
+    labels = rng.randint(0, 400, 32)
+    labels[[3, 17, 30]] = -1
+    # So small that float16 has no gradient of the logits without a loss scale.
+    weights = jnp.float32(rng.uniform(size=32) * 1e-9)
+
+    def reference(h, head, weights):
+        """In float64, of the formulas."""
+        z_loss, soft_cap = (LOSSES_OF[options].get(x) for x in ("z_loss", "soft_cap"))
+        logits = h @ head
+        if soft_cap:
+            logits = soft_cap * jnp.tanh(logits / soft_cap)
+        log_sums = jnp.log(jnp.sum(jnp.exp(logits), axis=1))
+        losses = log_sums - logits[np.arange(32), labels] + (z_loss or 0) * log_sums**2
+        return jnp.sum(losses * weights * (labels >= 0))
+
+    losses_of = functools.partial(losses_of_rows, **LOSSES_OF[options])
+
+    def loss(h, head, weights):
+        return summed_loss(h, head, jnp.asarray(labels), weights, losses_of)
+
+    def check(found, expected):
+        found, expected = np.float64(found), np.float64(expected)
+        error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+        assert error < tolerance
+
+    with jax.enable_x64(True):
+        expected = jax.value_and_grad(reference, (0, 1, 2))(
+            h, head, np.float64(weights)
+        )
+        expected = jax.tree.map(np.asarray, expected)
+    half_loss = loss if dtype == "float32" else jmp_scale.autocast(loss, dtype)
+    value_and_grad = jmp_scale.value_and_grad(
+        half_loss, jmp_scale.StaticLossScale(2.0**15), argnums=(0, 1, 2)
+    )
+    value, grads = jax.jit(value_and_grad)(jnp.float32(h), jnp.float32(head), weights)
+    assert {g.dtype for g in grads} == {np.dtype("float32")}
+    for found, exact in zip((value, *grads), (expected[0], *expected[1]), strict=True):
+        check(found, exact)
 
 
 # Science: what they show, and the spread over seeds.

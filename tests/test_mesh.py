@@ -9,10 +9,11 @@ from helpers import (
     EXPLICIT_TWO,
     ONE_AXIS,
     TWO_AXES,
+    by_name,
     collectives,
     on_each_device,
-    one_of,
     sharded,
+    slow,
 )
 from jax import lax
 from jax.sharding import AxisType
@@ -31,8 +32,7 @@ def shard_mapped(mesh, spec, **kwargs):
     )
 
 
-# From a function of one device's share of f32[8] to one of f32[8]. Every third one runs
-# by default.
+# From a function of one device's share of f32[8] to one of f32[8].
 MANUAL = {
     "pmap without axis name": jax.pmap,
     "pmap with axis name": lambda fun: jax.pmap(fun, axis_name="i"),
@@ -53,6 +53,11 @@ MANUAL = {
 }
 
 
+each_mode = pytest.mark.parametrize(
+    "mode", by_name(("pmap without axis name", "partial shard_map"), MANUAL)
+)
+
+
 def bad_on(device):
     return np.where(np.arange(8) == device, np.inf, 1).astype(np.float32)
 
@@ -63,7 +68,7 @@ def everything_of(x):
     return jmp_scale.all_finite(x), mapped, finite_and_norm(x)
 
 
-@pytest.mark.parametrize("mode", one_of(3, MANUAL))
+@each_mode
 def test_one_bad_device_is_known_to_all_and_the_norm_is_the_largest(mode):
     answers = MANUAL[mode](everything_of)
     flag, mapped, (finite, norm) = answers(np.arange(8, dtype=np.float32))
@@ -79,7 +84,7 @@ def test_one_bad_device_is_known_to_all_and_the_norm_is_the_largest(mode):
         assert np.unique(on_each_device(norm)).size == 1
 
 
-@pytest.mark.parametrize("mode", one_of(3, MANUAL))
+@each_mode
 def test_an_empty_axis_name_leaves_the_answer_local(mode):
     finite = MANUAL[mode](lambda x: jmp_scale.all_finite(x, ()))
     if "shard_map" in mode and "unchecked" not in mode:
@@ -89,7 +94,7 @@ def test_an_empty_axis_name_leaves_the_answer_local(mode):
         assert set(on_each_device(finite(bad_on(5)))) == {True, False}
 
 
-@pytest.mark.parametrize("check_vma", one_of(2, [False, True]))
+@pytest.mark.parametrize("check_vma", [False, slow(True)])
 @pytest.mark.parametrize("axis_name", ["i", ["j", "i"]], ids=str)
 def test_named_axes_are_the_ones_that_agree(axis_name, check_vma):
     local = lambda x: jmp_scale.all_finite(x, axis_name)[None]  # noqa: E731
@@ -238,7 +243,7 @@ WHOLE_NORM = {
 }
 
 
-@pytest.mark.parametrize("case", one_of(2, WHOLE_NORM))
+@pytest.mark.parametrize("case", by_name(("1-D", "Explicit, both"), WHOLE_NORM))
 def test_the_norm_of_sharded_gradients_is_that_of_the_whole_arrays(case):
     mesh, spec = WHOLE_NORM[case]
     tree = sharded_tree(mesh, spec)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_bitwise_equal, count_traces, reference_rule
-from optimizers import BAD, GOOD, OPTIMIZERS, PARAMS, by_name, stepper
+from helpers import assert_bitwise_equal, by_name, count_traces, reference_rule
+from optimizers import BAD, GOOD, OPTIMIZERS, PARAMS, stepper
 
 import jmp_scale
 from jmp_scale import DynamicLossScale, with_loss_scale
@@ -28,7 +28,7 @@ POISONS = (
 STEPS = (POISONS[0], GOOD, POISONS[1], GOOD, POISONS[2], POISONS[0], GOOD)
 
 # Those that differ most in what they compute; all others are slow tests.
-TYPICAL = {"adafactor_factored", "lamb", "multi_steps", "sam"}
+TYPICAL = "adafactor_factored", "lamb", "multi_steps", "sam"
 DTYPES = ("float32", pytest.param("bfloat16", marks=pytest.mark.slow))
 FLOAT32_ONLY = {"lbfgs", "lbfgs_without_search"}  # in Optax itself
 # Their branches keep the dtype of the parameters, which gradients here do not have.
@@ -39,7 +39,7 @@ NO_REWRITES = {"xla_disable_hlo_passes": "fusion", "xla_backend_optimization_lev
 
 
 def each_optimizer(quick=TYPICAL):
-    return by_name(quick, OPTIMIZERS)
+    return pytest.mark.parametrize("name", by_name(quick, OPTIMIZERS))
 
 
 def history_of(step, params, state, gradients):
@@ -111,7 +111,7 @@ def test_one_compilation_with_donated_state_counts_and_adjusts_s(name):
     assert all(jax.tree.map(jax.typeof, state) == types for state in states)
 
 
-@each_optimizer(quick={"adafactor_factored", "sam"})
+@each_optimizer(quick=("adafactor_factored", "sam"))
 def test_selecting_early_and_late_give_the_same_bits(name, monkeypatch):
     tx = with_loss_scale(OPTIMIZERS[name], DynamicLossScale(2.0**10, period=2))
     monkeypatch.setattr(_skip, "_is_observed", lambda closed: True)
@@ -119,7 +119,7 @@ def test_selecting_early_and_late_give_the_same_bits(name, monkeypatch):
     assert_bitwise_equal(history_of(step, PARAMS, start, STEPS), runs(name)[0])
 
 
-@each_optimizer(quick={"momentum"})
+@each_optimizer(quick=("momentum",))
 def test_without_jit_a_skip_is_whole_and_a_step_is_that_of_the_optimizer(name):
     tx, inner = with_loss_scale(OPTIMIZERS[name]), OPTIMIZERS[name]
     with jax.disable_jit():

@@ -12,8 +12,8 @@ from helpers import (
     ONE_AXIS,
     TWO_AXES,
     assert_bitwise_equal,
+    by_name,
     on_each_device,
-    one_of,
     sharded,
     varying,
 )
@@ -140,6 +140,14 @@ MODES = {
 }
 
 
+each_mode = pytest.mark.parametrize(
+    "mode",
+    by_name(
+        ("pmap with axis name", "shard_map unchecked", "jit FSDP, Explicit"), MODES
+    ),
+)
+
+
 @functools.cache
 def first_step(mode):
     """The state before and after one step, the step, and whether that compiled it."""
@@ -148,7 +156,7 @@ def first_step(mode):
     return state, train_step(state, *example()), train_step, len(COMPILATIONS) > 0
 
 
-@pytest.mark.parametrize("mode", one_of(3, MODES))
+@each_mode
 def test_one_bad_device_skips_the_step_on_all_devices_and_compiles_nothing_again(mode):
     start, state, train_step, is_compiled = first_step(mode)
     start, applied = jax.device_get((start, state))
@@ -182,7 +190,7 @@ def params_of_a_single_device():
     return train_step((params, tx.init(params)), *example())[0]
 
 
-@pytest.mark.parametrize("mode", one_of(3, MODES))
+@each_mode
 def test_every_mode_takes_the_step_of_a_single_device(mode):
     if mode == "pmap without axis name":  # each replica steps by its own images
         return

@@ -10,10 +10,11 @@ import pytest
 from helpers import (
     EXPLICIT,
     EXPLICIT_TWO,
+    by_name,
     collectives,
     on_each_device,
-    one_of,
     sharded,
+    slow,
 )
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -60,7 +61,10 @@ def on_mesh(case):
 
 @pytest.mark.parametrize(
     ("case", "dtype", "name"),
-    one_of(4, [*itertools.product(MESHES, ["float16", "bfloat16"], LOSS_SCALES)]),
+    by_name(
+        [("1-D", "bfloat16", "static"), ("2-D", "float16", "none")],
+        itertools.product(MESHES, ["float16", "bfloat16"], LOSS_SCALES),
+    ),
 )
 @pytest.mark.filterwarnings("ignore:autocast. float16 gradients without a loss scale")
 def test_micro_batches_are_added_up_and_reduced_once(name, dtype, case):
@@ -111,8 +115,8 @@ def added_up(tree, case):
     return jax.tree.map(lambda g: reshard(g, MESHES[case][2]), tree)
 
 
-@pytest.mark.parametrize("case", one_of(2, MESHES))
-@pytest.mark.parametrize("dtype", one_of(3, [jnp.float16, jnp.float32, jnp.complex64]))
+@pytest.mark.parametrize("case", by_name(["1-D", "both"], MESHES))
+@pytest.mark.parametrize("dtype", [jnp.float16, slow(jnp.float32), slow(jnp.complex64)])
 def test_each_part_is_multiplied_exactly(case, dtype):
     loss_scale = jmp_scale.DynamicLossScale(2.0**10)
 
@@ -138,7 +142,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", one_of(2, MESHES))
+@pytest.mark.parametrize("case", by_name(["1-D", "both"], MESHES))
 def test_a_bad_part_on_one_device_is_known_to_all(case):
     finite = lambda g: jmp_scale.all_finite({"w": g, "b": jnp.ones(2)})  # noqa: E731
     for bad, entries in BAD.items():

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import one_of
+from helpers import slow
 from runs import state
 
 import jmp_scale
@@ -61,10 +61,8 @@ def models():
     }
 
 
-PAIRS = [(tool, framework) for tool in TOOLS for framework in ("equinox", "NNX")]
-
-
-@pytest.mark.parametrize(("tool", "framework"), one_of(3, PAIRS))
+@pytest.mark.parametrize("framework", ["NNX", slow("equinox")])
+@pytest.mark.parametrize("tool", TOOLS)
 def test_a_tool_takes_a_model_and_leaves_it_as_it_was(tool, framework):
     fun, model, transform = models()[framework]
     before = [np.asarray(x) for x in jax.tree.leaves(model) if hasattr(x, "dtype")]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from helpers import one_of
+from helpers import slow
 from jax import lax
 from jax.extend.core import JaxprEqn
 from losses import cross_entropy
@@ -71,7 +71,7 @@ def block_params(*layers):
     return {name: array(*layers, *shape) for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("how", one_of(3, ["scan", "remat", "unrolled"]))
+@pytest.mark.parametrize("how", ["scan", slow("remat"), slow("unrolled")])
 def test_a_deep_transformer_is_read_once(policy, how, monkeypatch):
     """A rule that reads it again in each layer would take minutes."""
 

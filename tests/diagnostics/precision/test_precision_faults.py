@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import precision_faults as faults
 import pytest
-from helpers import one_of
+from helpers import slow
 from jax import lax
 from precision_checks import assert_finds, on_four_devices, planted
 
@@ -66,11 +66,8 @@ def test_a_planted_fault_is_found_at_its_line_and_nothing_else(name):
     assert_found(name)
 
 
-WRAPS = [in_a_branch, in_remat, in_shard_map]
-PAIRS = [(wrap, name) for name in SOME.split() for wrap in WRAPS]
-
-
-@pytest.mark.parametrize(("wrap", "name"), one_of(3, PAIRS))
+@pytest.mark.parametrize("wrap", [in_a_branch, slow(in_remat), slow(in_shard_map)])
+@pytest.mark.parametrize("name", SOME.split())
 def test_a_fault_is_found_wherever_it_runs(wrap, name):
     assert_found(name, wrap)
 

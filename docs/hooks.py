@@ -1,4 +1,4 @@
-"""What MkDocs calls: links of names, a table of names, parts of other files.
+"""What MkDocs calls: links of names, a table of names, programs, the notebook.
 
 Names are those of the pages in docs/api. The addresses of JAX's and Optax's are spelled
 out, because the site is built without a network.
@@ -8,13 +8,15 @@ import itertools
 import json
 import pathlib
 import re
-import textwrap
 
 DOCS = pathlib.Path(__file__).parent
-EXAMPLES = DOCS.parent / "examples"
-README = re.compile(r"^<!-- readme: (\w+) -->$", re.MULTILINE)
-DIFF = re.compile(r"^```diff\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-EXAMPLE = re.compile(r"^<!-- example: (\w+)(, wrap)? -->$", re.MULTILINE)
+# A program that a page links, alone on its line; before it, what it prints.
+PROGRAMS = re.compile(
+    r"^(```[^\n]*\n[^`]*```\n\n)?"
+    r"((?:\[The [^\n]+\]\(\S+\.(?:py|txt|cff)\)\n+)+)",
+    re.MULTILINE,
+)
+PROGRAM = re.compile(r"\[(.+)\]\((.+)\)")
 OWN = {
     name: name
     for page in DOCS.glob("api/*.md")
@@ -86,45 +88,29 @@ PARTS = re.compile(
 
 
 def on_page_markdown(markdown, page, **_):
-    """The reference gets its table of all names, and a page the notebook's cells."""
+    """What the repository's host links, the site shows: programs, notebook, changes."""
     if page.file.src_uri == "api/index.md":
         return markdown.replace("<!-- all names -->", _table())
     if page.file.src_uri == "notebook.md":
-        return markdown.replace("<!-- notebook -->", _notebook())
-    return EXAMPLE.sub(_example, README.sub(_of_readme, markdown))
+        return markdown.replace(
+            "[The notebook](float16_on_a_free_gpu.ipynb)", _notebook()
+        )
+    if page.file.src_uri == "stability.md":
+        changes = (DOCS.parent / "CHANGELOG.md").read_text().partition("\n## ")
+        markdown = markdown.replace(
+            "[The changes](../CHANGELOG.md)", "## " + changes[2]
+        )
+    return PROGRAMS.sub(_with_programs, markdown)
 
 
-def _of_readme(match):
-    """A part of the README: a diff is shown, and what it leaves can be copied."""
-    text = (DOCS.parent / "README.md").read_text()
-    part = text.partition(f"<!-- start: {match[1]} -->\n")[2]
-    part = part.partition("<!-- end: ")[0].replace("](docs/", "](")
-    part = re.sub(r"^<!-- block: .*\n", "", part, flags=re.MULTILINE)
-    return DIFF.sub(_with_copy, part)
-
-
-def _with_copy(match):
-    lines = [line for line in match[1].splitlines() if not line.startswith("-")]
-    code = textwrap.indent("\n".join(line[1:] for line in lines), "    ")
-    shown = f"``` {{ .diff .no-copy }}\n{match[1]}```"
-    copied = f'??? example "These lines, to copy"\n\n    ```py\n{code}\n    ```'
-    return f"{shown}\n\n{copied}"
-
-
-def _example(match):
-    """What an example prints, and its program, folded."""
-    name, wrap = match.groups()
-    printed, original = EXAMPLES / f"outputs/{name}.txt", EXAMPLES / f"_{name}.txt"
-    parts = ["<div data-search-exclude markdown>"]
-    if printed.exists():
-        fence = "``` { .text .wrap }" if wrap else "```text"
-        parts.append(f"{fence}\n{printed.read_text()}```")
-    files = {"The program": EXAMPLES / f"{name}.py", "The PyTorch script": original}
-    for title, path in files.items():
-        if path.exists():
-            code = textwrap.indent(f"```py\n{path.read_text()}```", "    ")
-            parts.append(f'??? example "{title}"\n\n{code}')
-    return "\n\n".join([*parts, "</div>"])
+def _with_programs(match):
+    """Programs that the repository's host links are shown here, folded."""
+    parts = ["<div data-search-exclude markdown>", match[1] or ""]
+    for title, path in PROGRAM.findall(match[2]):
+        code = f"```py\n{(DOCS / path).read_text()}```"
+        parts.append(f"<details markdown>\n<summary>{title}</summary>\n\n{code}")
+        parts.append("</details>")
+    return "\n\n".join([*parts, "</div>\n\n"])
 
 
 def _notebook():

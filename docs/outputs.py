@@ -1,16 +1,26 @@
-"""Writes what the examples print, for their page: `python docs/outputs.py [NAME ...]`.
+"""Writes what the examples print into their page: `python docs/outputs.py [NAME ...]`.
 
-Runs all examples that have a file in examples/outputs, or those that are named, some
+Runs all examples whose output docs/examples.md shows, or those that are named, some
 minutes each on a CPU.
 """
 
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
 
 ROOT = pathlib.Path(__file__).parents[1]
-OUTPUTS = ROOT / "examples/outputs"
+PAGE = ROOT / "docs/examples.md"
+# What an example prints, before the link to its program.
+SHOWN = re.compile(
+    r"^(```[^\n]*\n)([^`]*)(```\n\n\[The program\]\(\.\./examples/(\w+)\.py\))$", re.M
+)
+
+
+def shown() -> dict[str, str]:
+    """What the page shows of each example."""
+    return {name: text for _, text, _, name in SHOWN.findall(PAGE.read_text())}
 
 
 def printed(name: str) -> str:
@@ -26,9 +36,16 @@ def printed(name: str) -> str:
 
 
 def main() -> None:
-    for name in sys.argv[1:] or sorted(path.stem for path in OUTPUTS.glob("*.txt")):
+    texts = {}
+    for name in sys.argv[1:] or shown():
         print(name, file=sys.stderr)
-        (OUTPUTS / f"{name}.txt").write_text(f"{printed(name)}\n")
+        texts[name] = f"{printed(name)}\n"
+
+    def fresh(match: re.Match[str]) -> str:
+        before, old, after, name = match.groups()
+        return f"{before}{texts.get(name, old)}{after}"
+
+    PAGE.write_text(SHOWN.sub(fresh, PAGE.read_text()))
 
 
 if __name__ == "__main__":

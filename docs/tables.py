@@ -1,9 +1,9 @@
-"""Writes the tables of figures into the pages, from benchmarks/results.
+"""Writes tables of figures into the pages, and parts of README into docs/index.md.
 
 `python docs/tables.py` finds each table by its header, on whichever page it stands, and
-computes its cells from the results: the header says of what, the first cell of a row of
-which model or step. Run it after new results, or after a new row. The tests fail where
-a page and the results differ.
+computes its cells from benchmarks/results: the header says of what, the first cell of a
+row of which model or step. Run it after new results, after a new row, or after a change
+of README. The tests fail where a page differs.
 """
 
 import decimal
@@ -96,6 +96,9 @@ BETWEEN_DEVICES = [
     ("tpu-v5e x 8", MEMORY),
     ("tpu-v5e x 8", CYCLES),
 ]
+
+# A part of README on another page.
+PART = re.compile(r"(?<=^<!-- readme: )(\w+)( -->\n).*?(?=<!-- end)", re.M | re.S)
 
 Row = dict[str, str]
 Cells = Callable[[list[str]], list[str]]  # of a row as it stands, and as it should
@@ -220,7 +223,8 @@ TABLES: dict[str, Callable[[], Cells]] = {
 
 
 def written(page: str) -> str:
-    """The page with its tables as the results have them."""
+    """The page with its tables and parts of README as results and README have them."""
+    page = PART.sub(_of_readme, page)
     lines = page.splitlines(keepends=True)
     cells = None
     for i, line in enumerate(lines):
@@ -232,6 +236,14 @@ def written(page: str) -> str:
         elif cells and not line.startswith("|---"):
             lines[i] = _line(cells(_cells(line)))
     return "".join(lines)
+
+
+def _of_readme(match: re.Match[str]) -> str:
+    name, rest = match.groups()
+    part = (ROOT / "README.md").read_text().partition(f"<!-- start: {name} -->\n")[2]
+    part = part.partition("<!-- end: ")[0].replace("](docs/", "](")
+    part = re.sub(r"^<!-- block: .*\n", "", part, flags=re.MULTILINE)
+    return f"{name}{rest}{part}"
 
 
 def _line(cells: list[str]) -> str:

@@ -3,7 +3,6 @@
 import ast
 import contextlib
 import importlib
-import inspect
 import io
 import json
 import math
@@ -28,14 +27,16 @@ ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = {str(page.relative_to(ROOT)): page for page in sorted(DOCS.rglob("*.md"))}
 TEXTS = {name: page.read_text() for name, page in PAGES.items()}
-FILES = {**PAGES, **{path.name: path for path in sorted(ROOT.glob("*.md"))}}
+OTHERS = ROOT.glob("[!.]*/*.md"), ROOT.glob("*.md")
+FILES = {
+    str(path.relative_to(ROOT)): path for paths in OTHERS for path in paths
+} | PAGES
 # Run by tests of their own.
 OWN = {f"docs/{name}.md" for name in ("accumulate", "checkpoints", "flax", "spikes")}
 FENCE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 # A block of Python, and what it prints, if the page shows it.
 PYTHON = re.compile(
-    r"^( *)```python\n(.*?)^\1```$"
-    r"(?:\n\n\1``` ?(?:text|{ .text .wrap })\n(.*?)^\1```$)?",
+    r"^```python\n(.*?)^```$(?:\n\n``` ?(?:text|{ .text .wrap })\n(.*?)^```$)?",
     re.DOTALL | re.MULTILINE,
 )
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?")
@@ -91,13 +92,9 @@ def headings(text):
 
 
 def anchors(text):
-    """The anchors of a page's headings: those given, and those that Markdown makes."""
-    given = re.findall(r"\{ ?#([\w-]+) ?\}$", "\n".join(headings(text)), re.MULTILINE)
-    slugs = {*given}
-    for heading in headings(text):
-        slug = re.sub(r"[^\w\s-]", "", heading.lower()).strip()
-        slugs.add(re.sub(r"[-\s]+", "-", slug))
-    return slugs
+    """The anchors that the repository's host makes of headings, as the site does."""
+    shown = [re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", h) for h in headings(text)]
+    return [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in shown]
 
 
 def test_every_public_name_is_on_exactly_one_page_of_the_reference():
@@ -111,16 +108,15 @@ def run(page):
     """The names that the Python blocks of a page leave, run one after the other."""
     namespace = {"__name__": "__main__"}
     for match in PYTHON.finditer(TEXTS[page]):
-        line = TEXTS[page][: match.start(2)].count("\n")
-        code = inspect.cleandoc(match[2]) if match[1] else match[2]
+        line = TEXTS[page][: match.start(1)].count("\n")
+        code, shown = match.groups()
         source = "\n" * line + code  # so that a traceback names the page's line
         printed = io.StringIO()
         with jax.numpy_rank_promotion("allow"):  # as in a reader's program
             with contextlib.redirect_stdout(printed):
                 exec(compile(source, page, "exec"), namespace)
-            if match[3]:
-                text = printed.getvalue().replace(page, "model.py")
-                assert_prints(text, inspect.cleandoc(match[3]))
+            if shown:
+                assert_prints(printed.getvalue().replace(page, "model.py"), shown)
             for name, call in STEPS.get(page, {}).items():
                 if f"def {name}(" in code:
                     check_step_of(page, call, namespace)
@@ -230,8 +226,15 @@ def test_links_and_images_of_a_page_resolve(name):
         target, _, anchor = link.partition("#")
         path = (page.parent / target).resolve() if target else page
         assert path.exists(), link
-        if anchor and path.suffix == ".md":
-            assert anchor in anchors(path.read_text()), link
+        if anchor:
+            assert anchors(path.read_text()).count(anchor) == 1, link
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_page_reads_well_where_only_plain_markdown_is_known(name):
+    text = FENCE.sub("", FILES[name].read_text())
+    for attribute in (r"^ *(!!!|\?\?\?)", r"\{ ?[.#:]|\{ ?width|\{ ?align", "--8<--"):
+        assert not re.search(attribute, text, re.MULTILINE)
 
 
 def test_every_page_is_in_the_navigation_and_every_example_on_its_page():
@@ -242,8 +245,7 @@ def test_every_page_is_in_the_navigation_and_every_example_on_its_page():
     scripts = {path.name for path in folder.glob("[!_]*.py")}
     page = TEXTS["docs/examples.md"]
     assert set(re.findall(r"`(\w+\.py)`", page)) == scripts
-    shown = re.findall(r"^<!-- example: (\w+)(?:, wrap)? -->$", page, re.M)
-    assert {f"{name}.py" for name in shown} == scripts
+    assert {*re.findall(r"^\[The program\]\(.*/(.*)\)$", page, re.M)} == scripts
 
 
 def test_every_sentence_of_health_has_a_section_that_quotes_one():

@@ -212,7 +212,7 @@ class Interpreter:
         not stored in half precision.
         """
         if v in values.stored:
-            return values.cast(v, values.stored[v].half.dtype)
+            return values.stored[v].copy
         as_is = as_is or (self.in_loop and v in reading.given)
         if v not in reading.halves and (as_is or not _jaxpr.is_float32(v)):
             return values[v]
@@ -301,12 +301,12 @@ class Interpreter:
     def _moved(self, eqn: JaxprEqn, reading: Reading, values: Values) -> Stored:
         """Moves both arrays of a stored one."""
         moved, *others = eqn.invars
-        wide, half = values.stored[_jaxpr.variables([moved])[0]]
+        wide, half, is_constant = values.stored[_jaxpr.variables([moved])[0]]
         others = [_jaxpr.value_of(v, values) for v in others]
         # Devices then add up its gradient in half precision.
         wide = wide.astype(half.dtype) if reading.is_sent(eqn) else wide
         wide, half = (_jaxpr.evaluate(eqn, [x, *others])[0] for x in (wide, half))
-        return Stored(wide.astype(jnp.float32), half)
+        return Stored(wide.astype(jnp.float32), half, is_constant)
 
     def _inputs(self, eqn: JaxprEqn, values: Values) -> list[Any]:
         """Returns the operands of an equation.
@@ -349,7 +349,8 @@ class Interpreter:
         for i in () if self.in_rule else places_in_every_run(eqn):
             v = eqn.invars[i]
             if isinstance(v, Var) and holds_half(operands[i]):
-                operands[i] = values.stored.get(v) or Stored.of(operands[i])
+                stored = values.stored.get(v) or Stored.of(operands[i])
+                operands[i] = stored.as_constant()
         return operands
 
     def _call(self, eqn: JaxprEqn, reading: Reading, values: Values) -> Arrays | None:

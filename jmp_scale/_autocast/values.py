@@ -1,8 +1,8 @@
 """The values of a program's variables, half-precision ones included.
 
-An array that is stored in half precision is two arrays here: a float32 one, to which
-gradients flow and which nothing reads, and the stored one, which everything reads. So
-gradients are added in float32, and no float32 copy of the array is made for it.
+An array that is stored in half precision is two arrays here: a float32 one, which has
+its gradient, and the stored one, which products read. So gradients are added in
+float32. In a loop nothing reads the float32 one, and XLA drops it.
 """
 
 from typing import Any, NamedTuple
@@ -18,17 +18,28 @@ from .derivatives import with_value
 class Stored(NamedTuple):
     """An array that is stored in half precision."""
 
-    wide: jax.Array  # float32: it has the gradient, and XLA drops its value
-    half: jax.Array  # has the value, and no gradient
+    wide: jax.Array  # float32: it has the gradient
+    half: jax.Array  # what products read
+    is_constant: bool = False  # of a loop, whose iterations do not read `wide`
 
     @classmethod
     def of(cls, x: jax.Array) -> "Stored":
         """Returns a half-precision array whose gradients are added in float32."""
-        return cls(x.astype(jnp.float32), jax.lax.stop_gradient(x))
+        return cls(x.astype(jnp.float32), x)
+
+    def as_constant(self) -> "Stored":
+        """Returns the array as each iteration of a loop reads it."""
+        return Stored(self.wide, jax.lax.stop_gradient(self.half), True)
 
     def read(self, dtype: np.dtype) -> jax.Array:
         """Returns the value, for one reader or for all that read float32."""
-        return with_value(self.wide.astype(dtype), self.half.astype(dtype))
+        wide = self.wide.astype(dtype)
+        return with_value(wide, self.half.astype(dtype)) if self.is_constant else wide
+
+    @property
+    def copy(self) -> jax.Array:
+        """The residual of products, of which second derivatives are taken."""
+        return self.read(self.half.dtype) if self.is_constant else self.half
 
 
 class Values(dict[Var, Any]):
@@ -55,9 +66,5 @@ class Values(dict[Var, Any]):
     def cast(self, v: Var, dtype: np.dtype) -> jax.Array:
         """Returns the cast of a value to a dtype, which all readers share."""
         if (v, dtype) not in self.casts:
-            stored = self.stored.get(v)
-            if stored and stored.half.dtype == dtype:
-                self.casts[v, dtype] = stored.read(dtype)
-            else:
-                self.casts[v, dtype] = self[v].astype(dtype)
+            self.casts[v, dtype] = self[v].astype(dtype)
         return self.casts[v, dtype]

@@ -41,6 +41,7 @@ def applied_step(check: Check) -> None:
         _guards_see_losses(check, last)
         _replicas_agree(check, first, last)
         _updates_are_finite(check, first, last)
+    if not check.is_over:
         _is_repeatable(check)
 
 

@@ -7,6 +7,7 @@ import warnings
 from typing import NamedTuple
 
 import equinox as eqx
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -709,3 +710,93 @@ def test_no_loop_reads_a_float32_copy_of_a_weight(name):
     read, _ = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars))
     sizes = [*map(math.prod, constants_of_loops(read))]
     assert max(sizes, default=0) < N * N
+
+
+def linen_lstm(d):
+    # An orthogonal matrix is not made in bfloat16.
+    half = {"dtype": "bfloat16", "param_dtype": "bfloat16"}
+    init = linen.initializers.lecun_normal()
+    model = linen.RNN(linen.OptimizedLSTMCell(N, recurrent_kernel_init=init, **half))
+    params = model.init(jax.random.key(0), d.x)
+    return (lambda p, d: near(n32(model.apply(p, d.x)))), params
+
+
+def linen_mlp(d):
+    half = {"dtype": "bfloat16", "param_dtype": "bfloat16"}
+    model = linen.Sequential([linen.Dense(N, **half), jnp.tanh, linen.Dense(N, **half)])
+    params = model.init(jax.random.key(0), d.x)
+    return (lambda p, d: near(n32(model.apply(p, d.x)))), params
+
+
+def haiku_mlp(d):
+    def forward(x):
+        return hk.nets.MLP([N, N], activation=jnp.tanh)(x.astype("bfloat16"))
+
+    model = hk.without_apply_rng(hk.transform(forward))
+    params = jax.tree.map(
+        lambda x: x.astype("bfloat16"), model.init(jax.random.key(0), d.x)
+    )
+    return (lambda p, d: near(n32(model.apply(p, d.x)))), params
+
+
+def equinox_gru(d):
+    cell = eqx.nn.GRUCell(N, N, dtype="bfloat16", key=jax.random.key(0))
+    params, static = eqx.partition(cell, eqx.is_array)
+
+    def loss(params, d):
+        def step(h, x):
+            h = eqx.combine(params, static)(x.astype("bfloat16"), h)
+            return h, h
+
+        start = jnp.zeros(N, "bfloat16")
+        return near(n32(jax.vmap(lambda x: lax.scan(step, start, x)[1])(d.x)))
+
+    return loss, params
+
+
+def branches(d):
+    def loss(w, d):
+        zeros = jnp.zeros((N, N), "bfloat16")
+        chosen = lax.cond(d.x[0, 0, 0] > -9, lambda: w, lambda: zeros)
+        return near(jnp.tanh(d.x[0] @ n32(chosen)))
+
+    return loss, W.astype("bfloat16")
+
+
+def checked_rule(d):
+    @jax.custom_vjp
+    def product(x, w):
+        assert w.dtype == jnp.bfloat16
+        return n32(x) @ n32(w)
+
+    def backward(saved, ct):
+        x, w = saved
+        return ct @ n32(w).T, (n32(x).T @ ct).astype("bfloat16")
+
+    product.defvjp(lambda x, w: (product(x, w), (x, w)), backward)
+    return (lambda w, d: near(jnp.tanh(product(d.x[0], w)))), W.astype("bfloat16")
+
+
+IN_HALF = [linen_lstm, linen_mlp, haiku_mlp, equinox_gru, branches, checked_rule]
+
+
+@pytest.mark.filterwarnings("ignore:autocast")
+@pytest.mark.parametrize("program", IN_HALF)
+def test_a_program_of_explicit_half_precision_is_no_worse_than_without(program):
+    loss, params = program(DATA)
+
+    def flat(grads):
+        leaves = jax.tree.leaves(grads)
+        return np.concatenate([np.ravel(np.asarray(g, float)) for g in leaves])
+
+    plain, cast = (
+        jax.jit(jax.value_and_grad(f))(params, DATA)
+        for f in (loss, autocast(loss, "bfloat16"))
+    )
+    types = jax.tree.map(lambda x: x.dtype, params)
+    assert jax.tree.map(lambda x: x.dtype, cast[1]) == types
+    assert cast[0].dtype == plain[0].dtype
+    np.testing.assert_allclose(cast[0], plain[0], rtol=0.05)
+    wanted, found = flat(plain[1]), flat(cast[1])
+    # Both have the roundings of half-precision programs, in other places.
+    assert np.linalg.norm(found - wanted) < 0.1 * np.linalg.norm(wanted)

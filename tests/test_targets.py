@@ -287,3 +287,65 @@ def collectives(program, name, how):
     """(number, bytes on the wire) of a minimal program, by kind and dtype."""
     text = _minimal.compile_minimal(program, _targets.Target(name, 8), how).as_text()
     return _wire.totals(_wire.parse(text))
+
+
+def products_of_casts(module):
+    """Large operands that the kernel of a product reads through a cast to float32."""
+    found = []
+    for body in module.computations.values():
+        dots = [each for each in body.values() if each.opcode == "dot"]
+        operands = [body[name] for dot in dots for name in dot.operands if name in body]
+        casts = [each for each in operands if each.opcode == "convert"]
+        found += [
+            str(array)
+            for each in casts
+            for array in each.results
+            if array.dtype == "f32" and array.bytes > 2**20
+        ]
+    return found
+
+
+def mlp_loss(params, x):
+    for w, b in params:
+        x = jax.nn.gelu(x @ w + b[None])
+    return jnp.mean(x**2)
+
+
+def mlp_by_hand(params, x, half):
+    cast = jax.tree.map(lambda leaf: leaf.astype(half), (params, x))
+    return mlp_loss(*cast).astype("float32")
+
+
+@functools.cache
+def mlp_figures(name, half, program):
+    where = _targets.Target(name)
+    layer = leaf(2048, 2048), leaf(2048)
+    placed = where.replicated(([layer] * 4, leaf(4096, 2048)))
+    losses = {
+        "by hand": functools.partial(mlp_by_hand, half=half),
+        "autocast": jmp_scale.autocast(mlp_loss, half),
+    }
+    # A loss scale reaches it, or none is needed.
+    step = jax.value_and_grad(lambda *of: losses[program](*of) * 2.0)
+    compiled = (
+        jax.jit(step).lower(*placed).compile(compiler_options=_compiled.AS_WRITTEN)
+    )
+    module = _hlo.parse(compiled.as_text())
+    return _compiled.figures(compiled, where), products_of_casts(module)
+
+
+@compiles_for("h100")
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_no_product_reads_a_large_operand_through_a_cast(name, half):
+    assert mlp_figures(name, half, "autocast")[1] == []
+
+
+@compiles_for("h100")
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_a_bias_costs_no_more_than_in_a_cast_by_hand(name, half):
+    """Its gradient reads the half-precision array that its weight's gradient reads."""
+    (cast, _), (by_hand, _) = (
+        mlp_figures(name, half, program) for program in ("autocast", "by hand")
+    )
+    assert cast.bytes_accessed <= 1.02 * by_hand.bytes_accessed
+    assert cast.temporaries <= 0.5 * by_hand.temporaries

@@ -298,7 +298,3 @@ def mpx(
 
 def __dir__() -> list[str]:
     return __all__
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -76,8 +76,14 @@ def get_policy(policy_name: str) -> Policy:
         `f16`/`float16`/`fp16`, `bf16`/`bfloat16`, `f64`/`float64`.
 
     Raises:
+      TypeError: `policy_name` is not a string.
       ValueError: an unknown key or dtype.
     """
+    if not isinstance(policy_name, str):
+        raise TypeError(
+            f"get_policy: expected a string, got {policy_name!r}; write "
+            'get_policy("params=float32,compute=float16")'
+        )
     if "=" not in policy_name:
         dtype = _parse_dtype(policy_name)
         return Policy(dtype, dtype, dtype)

@@ -82,6 +82,11 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
       ValueError: `pred` is not a boolean scalar, or the trees differ in structure,
         shape or dtype, because nothing is ever broadcast or promoted.
     """
+    if not (is_data(pred) or hasattr(pred, "dtype")):
+        raise ValueError(
+            "select_tree: expected a boolean scalar as pred, got a "
+            f"{type(pred).__name__}; write select_tree(pred, on_true, on_false)"
+        )
     if jnp.shape(pred) != () or jnp.result_type(pred) != jnp.bool_:
         got = f"{jnp.result_type(pred)}{list(jnp.shape(pred))}"
         raise ValueError(f"select_tree: expected a boolean scalar as pred, got {got}")

@@ -14,6 +14,7 @@ from ._half_storage.parameters import (
     full_parameters,
     is_bfloat16,
     join,
+    refuse_states,
     remainders,
     split,
 )
@@ -26,6 +27,7 @@ from ._state import (
 )
 from ._tree import is_data, leaves_by_name, with_arrays
 from ._types import Leaf, PyTree
+from ._validation import require_callable
 
 T = TypeVar("T")
 # What loaders raise for another template: Equinox a RuntimeError, or at a file's end.
@@ -56,8 +58,11 @@ def restore(load: Callable[[PyTree], PyTree], state: T) -> T:
       A tree like `state`, of arrays; what is abstract and not on disk stays so.
 
     Raises:
+      TypeError: `load` is not a function.
       ValueError: no form fits, with the first difference of each.
     """
+    cure = "write restore(lambda template: ocp.load(path, template), state)"
+    require_callable("restore", load, cure)
     differences, causes = [], []
     for missing in _forms(state):
         try:
@@ -81,7 +86,12 @@ def without_half_storage(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyT
     Args:
       params: bfloat16 parameters.
       opt_state: the state of `with_half_storage` after the same step, at any depth.
+
+    Raises:
+      ValueError: `params` holds the state of an optimizer, or other parameters than
+        those of `opt_state`.
     """
+    refuse_states("without_half_storage", params)
 
     def plain(node: PyTree) -> PyTree:
         is_stored = jax.tree.leaves(fields_of(node).get("rounding_key"))

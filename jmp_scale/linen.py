@@ -99,6 +99,11 @@ class TrainState(train_state.TrainState):
           TypeError: a name in `changes` is not a field.
           ValueError: a change differs from its field in structure, shape or dtype.
         """
+        if "loss" in changes and not hasattr(self, "loss"):
+            raise TypeError(
+                "apply_gradients: expected the loss as value=, got loss=; write "
+                "apply_gradients(grads=grads, value=loss)"
+            )
         tx = cast(LossScaleTransformation, self.tx)
         params, old = _without_float8(self.params)
         grads, new = _without_float8(grads)

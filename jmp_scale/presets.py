@@ -22,140 +22,70 @@ Examples:
   2048.0
 """
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 from ._scaling.loss_scale import DynamicLossScale
 from ._validation import LARGEST, SMALLEST
 
-Preset = Callable[..., DynamicLossScale]
+__all__ = [
+    "pytorch",
+    "apex",
+    "deepspeed",
+    "megatron",
+    "colossalai",
+    "fairseq",
+    "cerebras",
+    "keras",
+    "tf_keras",
+    "tensorflow",
+    "paddle",
+    "mindspore",
+    "flax",
+    "jmp",
+    "mpx",
+]
 
-# The frameworks' names of the fields of `DynamicLossScale`, if they differ.
-_NAMES = {
-    "loss_scale": "init_scale initial_scale scale scale_value initial_loss_scale "
-    "init_loss_scaling loss_scaling",
-    "factor": "growth_factor scale_factor incr_ratio multiplier",
-    "backoff_factor": "decr_ratio",
-    "period": "growth_interval scale_window steps_per_increase dynamic_growth_steps "
-    "increment_period incr_every_n_steps",
-    "hysteresis": "decr_every_n_nan_or_inf",
-    "min_loss_scale": "min_scale minimum_scale min_loss_scaling threshold",
-    "max_loss_scale": "max_scale",
-}
-_FIELDS = {name: field for field, names in _NAMES.items() for name in names.split()}
-# Without an argument, or with None: no floor and no cap, and S starts at the cap.
-_OPEN = {"loss_scale": LARGEST, "min_loss_scale": SMALLEST, "max_loss_scale": LARGEST}
-_REQUIRED = inspect.Parameter.empty
+
+def _within(
+    initial: float | None, low: float | None, high: float | None, **rule: Any
+) -> DynamicLossScale:
+    """Returns a loss scale between bounds, of which None is an end of the range."""
+    low = SMALLEST if low is None else low
+    high = LARGEST if high is None else high
+    initial = high if initial is None else initial
+    if rule.get("at_max") == "clamp":
+        initial = min(initial, high)  # at the start too
+    return DynamicLossScale(initial, min_loss_scale=low, max_loss_scale=high, **rule)
 
 
-def _preset(
-    name: str, framework: str, late: int = 0, **fixed: Any
-) -> Callable[..., Preset]:
-    """Returns a function of the defaults of a framework's arguments, in their order.
+def pytorch(
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+) -> DynamicLossScale:
+    """Returns the loss scale of PyTorch's `torch.amp.GradScaler` (2.13).
 
-    `fixed` are our fields that the framework fixes. S grows `late` steps later.
+    With several optimizers, adjust one loss scale by the flags of all.
     """
-
-    def with_defaults(**defaults: Any) -> Preset:
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        signature = inspect.Signature(
-            [inspect.Parameter(k, kind, default=x) for k, x in defaults.items()],
-            return_annotation=DynamicLossScale,
-        )
-
-        def preset(*args: Any, **kwargs: Any) -> DynamicLossScale:
-            given = signature.bind(*args, **kwargs)
-            given.apply_defaults()
-            fields = {_FIELDS.get(k, k): x for k, x in given.arguments.items()} | fixed
-            for field, end in _OPEN.items():
-                if fields.get(field) is None:
-                    fields[field] = end
-            # What clamps S to the cap does so at the start too.
-            if fields.get("at_max") == "clamp":
-                fields["loss_scale"] = min(
-                    fields["loss_scale"], fields["max_loss_scale"]
-                )
-            if late:
-                fields["period"] += late
-            return DynamicLossScale(**fields)
-
-        preset.__name__ = preset.__qualname__ = name
-        preset.__doc__ = f"Returns the loss scale of {framework}."
-        preset.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
-        return preset
-
-    return with_defaults
+    rule = {"factor": growth_factor, "backoff_factor": backoff_factor}
+    return _within(init_scale, None, None, period=growth_interval, **rule)
 
 
-# The table: a framework's class, its arguments and defaults, and our fields that it
-# fixes. `docs/api/presets.md` says what is particular to each.
-pytorch = _preset("pytorch", "PyTorch's `torch.amp.GradScaler` (2.13)")(
-    init_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000
-)
-apex = _preset("apex", "NVIDIA Apex's `apex.amp`, dynamic", at_max="clamp")(
-    init_scale=2.0**16, scale_window=2000, min_loss_scale=None, max_loss_scale=2.0**24
-)
-megatron = _preset("megatron", "Megatron-LM's `DynamicGradScaler`")(
-    initial_scale=2.0**32,
-    min_scale=1.0,
-    growth_factor=2.0,
-    backoff_factor=0.5,
-    growth_interval=1000,
-    hysteresis=2,
-)
-colossalai = _preset("colossalai", "ColossalAI's `DynamicGradScaler`", at_max="clamp")(
-    initial_scale=2.0**16,
-    growth_factor=2.0,
-    backoff_factor=0.5,
-    growth_interval=1000,
-    min_scale=None,
-    max_scale=None,
-    hysteresis=2,
-)
-fairseq = _preset("fairseq", "fairseq's `DynamicLossScaler`")(
-    init_scale=2.0**15, scale_factor=2.0, scale_window=2000, threshold=None
-)
-cerebras = _preset("cerebras", "Cerebras' `GradScaler`", late=1, at_max="clamp")(
-    initial_loss_scale=None,
-    steps_per_increase=2000,
-    min_loss_scale=2.0**-14,
-    max_loss_scale=2.0**15,
-)
-keras = _preset("keras", "Keras 3's `LossScaleOptimizer` (3.15)")(
-    initial_scale=2.0**15, dynamic_growth_steps=2000
-)
-tf_keras = _preset(
-    "tf_keras", "Keras 2's `LossScaleOptimizer` (tf_keras 2.21)", min_loss_scale=1.0
-)(initial_scale=2.0**15, dynamic_growth_steps=2000)
-tensorflow = _preset(
-    "tensorflow", "TensorFlow 1's `DynamicLossScale` (2.21)", min_loss_scale=1.0
-)(initial_loss_scale=2.0**15, increment_period=2000, multiplier=2.0)
-paddle = _preset(
-    "paddle", "Paddle's `GradScaler` (3.3)", hysteresis_reset="finite_or_backoff"
-)(
-    init_loss_scaling=65536.0,
-    incr_ratio=2.0,
-    decr_ratio=0.5,
-    incr_every_n_steps=2000,
-    decr_every_n_nan_or_inf=1,
-)
-mindspore = _preset(
-    "mindspore", "MindSpore's `DynamicLossScaler` (2.10)", min_loss_scale=1.0
-)(scale_value=_REQUIRED, scale_factor=_REQUIRED, scale_window=_REQUIRED)
-flax = _preset("flax", "Flax's `DynamicScale` (0.12)", late=1)(
-    growth_factor=2.0,
-    backoff_factor=0.5,
-    growth_interval=2000,
-    scale=65536.0,
-    minimum_scale=SMALLEST,
-)
-jmp = _preset("jmp", "jmp's `DynamicLossScale` (0.0.4)")(
-    loss_scale=_REQUIRED, period=2000, factor=2, min_loss_scale=1
-)
-mpx = _preset(
-    "mpx", "MPX's `DynamicLossScaling`", max_loss_scale=65504.0, at_max="clamp"
-)(loss_scaling=_REQUIRED, min_loss_scaling=_REQUIRED, factor=2, period=2000)
+def apex(
+    init_scale: float = 2.0**16,
+    scale_window: int = 2000,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float | None = 2.0**24,
+) -> DynamicLossScale:
+    """Returns the loss scale of NVIDIA Apex's `apex.amp`, dynamic.
+
+    S is clamped at the cap, even at the start. For `num_losses=n` use a list of n loss
+    scales. The older `fp16_utils` is
+    `fairseq(2.0**32, scale_window=1000, threshold=1.0)`.
+    """
+    rule = {"period": scale_window, "at_max": "clamp"}
+    return _within(init_scale, min_loss_scale, max_loss_scale, **rule)
 
 
 def deepspeed(
@@ -165,13 +95,206 @@ def deepspeed(
     consecutive_hysteresis: bool = False,
     min_loss_scale: float = 1.0,
 ) -> DynamicLossScale:
-    """Returns the loss scale of the `fp16` section of DeepSpeed's configuration."""
-    return DynamicLossScale(
+    """Returns the loss scale of the `fp16` section of DeepSpeed's configuration.
+
+    S grows one step later after the start or an overflow. It halves at the
+    `hysteresis`-th overflow and at each further one until S grows (with
+    `consecutive_hysteresis`, until a step is finite). At the floor S stays, where
+    DeepSpeed raises an error. `FP16_Optimizer` and `FP16_UnfusedOptimizer` ignore
+    hysteresis: pass 1.
+    """
+    return _within(
         2.0**initial_scale_power,
+        min_loss_scale,
+        None,
         period=loss_scale_window,
-        min_loss_scale=min_loss_scale,
-        max_loss_scale=LARGEST,
         growth_delay=1,
         hysteresis=hysteresis,
         hysteresis_reset="finite" if consecutive_hysteresis else "growth",
     )
+
+
+def megatron(
+    initial_scale: float = 2.0**32,
+    min_scale: float = 1.0,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 1000,
+    hysteresis: int = 2,
+) -> DynamicLossScale:
+    """Returns the loss scale of Megatron-LM's `DynamicGradScaler`.
+
+    S backs off at the `hysteresis`-th overflow, consecutive or not, and at each further
+    one until S grows. A float16 run skips its first steps (17 until S is 2^16). A bad
+    example that recurs before S can grow takes S down to the floor, although no S can
+    help: pass `value=`.
+    """
+    rule = {"factor": growth_factor, "backoff_factor": backoff_factor}
+    rule |= {"period": growth_interval, "hysteresis": hysteresis}
+    return _within(initial_scale, min_scale, None, **rule)
+
+
+def colossalai(
+    initial_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 1000,
+    min_scale: float | None = None,
+    max_scale: float | None = None,
+    hysteresis: int = 2,
+) -> DynamicLossScale:
+    """Returns the loss scale of ColossalAI's `DynamicGradScaler`.
+
+    It is `megatron` with optional bounds, to which S is clamped, even at the start.
+    """
+    rule = {"factor": growth_factor, "backoff_factor": backoff_factor}
+    rule |= {"period": growth_interval, "hysteresis": hysteresis, "at_max": "clamp"}
+    return _within(initial_scale, min_scale, max_scale, **rule)
+
+
+def fairseq(
+    init_scale: float = 2.0**15,
+    scale_factor: float = 2.0,
+    scale_window: int = 2000,
+    threshold: float | None = None,
+) -> DynamicLossScale:
+    """Returns the loss scale of fairseq's `DynamicLossScaler`.
+
+    The command line starts at 2^7 with a window of 2^14 / world size / update_freq.
+    There is no `tolerance`: to absorb single overflows use `megatron`. Below 1e-4
+    fairseq raises an error; here S continues to the floor.
+    """
+    rule = {"factor": scale_factor, "period": scale_window}
+    return _within(init_scale, threshold, None, **rule)
+
+
+def cerebras(
+    initial_loss_scale: float | None = None,
+    steps_per_increase: int = 2000,
+    min_loss_scale: float | None = 2.0**-14,
+    max_loss_scale: float | None = 2.0**15,
+) -> DynamicLossScale:
+    """Returns the loss scale of Cerebras' `cstorch.amp.GradScaler`.
+
+    S grows after `steps_per_increase` + 1 finite steps (TensorFlow's
+    `CSDynamicLossScale` does not add 1), and is clamped, even at the start. It starts
+    at the cap. For cbfloat16 the cap is 2^31. There is no `overflow_tolerance`. Their
+    documentation writes 2e15 and 2e-14 for 2^15 and 2^-14.
+    """
+    rule = {"period": steps_per_increase + 1, "at_max": "clamp"}
+    return _within(initial_loss_scale, min_loss_scale, max_loss_scale, **rule)
+
+
+def keras(
+    initial_scale: float = 2.0**15,
+    dynamic_growth_steps: int = 2000,
+) -> DynamicLossScale:
+    """Returns the loss scale of Keras 3's `LossScaleOptimizer` (3.15)."""
+    return _within(initial_scale, None, None, period=dynamic_growth_steps)
+
+
+def tf_keras(
+    initial_scale: float = 2.0**15,
+    dynamic_growth_steps: int = 2000,
+) -> DynamicLossScale:
+    """Returns the loss scale of Keras 2's `LossScaleOptimizer` (tf_keras 2.21).
+
+    It has a floor of 1.
+    """
+    return _within(initial_scale, 1.0, None, period=dynamic_growth_steps)
+
+
+def tensorflow(
+    initial_loss_scale: float = 2.0**15,
+    increment_period: int = 2000,
+    multiplier: float = 2.0,
+) -> DynamicLossScale:
+    """Returns the loss scale of TensorFlow 1's `DynamicLossScale` (2.21).
+
+    It has a floor of 1.
+    """
+    rule = {"period": increment_period, "factor": multiplier}
+    return _within(initial_loss_scale, 1.0, None, **rule)
+
+
+def paddle(
+    init_loss_scaling: float = 65536.0,
+    incr_ratio: float = 2.0,
+    decr_ratio: float = 0.5,
+    incr_every_n_steps: int = 2000,
+    decr_every_n_nan_or_inf: int = 1,
+) -> DynamicLossScale:
+    """Returns the loss scale of PaddlePaddle's `paddle.amp.GradScaler` (3.3).
+
+    S backs off at the `decr_every_n_nan_or_inf`-th overflow in a row; every finite step
+    and every backoff restarts this count. The static graph has a floor of 1:
+    `dataclasses.replace(paddle(...), min_loss_scale=1.0)`.
+    """
+    return _within(
+        init_loss_scaling,
+        None,
+        None,
+        factor=incr_ratio,
+        backoff_factor=decr_ratio,
+        period=incr_every_n_steps,
+        hysteresis=decr_every_n_nan_or_inf,
+        hysteresis_reset="finite_or_backoff",
+    )
+
+
+def mindspore(
+    scale_value: float, scale_factor: float, scale_window: int
+) -> DynamicLossScale:
+    """Returns the loss scale of MindSpore's `mindspore.amp.DynamicLossScaler` (2.10).
+
+    It has a floor of 1, like `DynamicLossScaleManager` (which raises an error after
+    1000 overflows in a row) and `DynamicLossScaleUpdateCell`.
+    """
+    rule = {"factor": scale_factor, "period": scale_window}
+    return _within(scale_value, 1.0, None, **rule)
+
+
+def flax(
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    scale: float = 65536.0,
+    minimum_scale: float = 2.0**-126,
+) -> DynamicLossScale:
+    """Returns the loss scale of Flax's `DynamicScale` (0.12).
+
+    S grows after `growth_interval` + 1 finite steps. From the default floor it needs
+    282,141 steps to return to 2^15: raise `minimum_scale`, or pass `value=`.
+    """
+    rule = {"factor": growth_factor, "backoff_factor": backoff_factor}
+    return _within(scale, minimum_scale, None, period=growth_interval + 1, **rule)
+
+
+def jmp(
+    loss_scale: float, period: int = 2000, factor: float = 2, min_loss_scale: float = 1
+) -> DynamicLossScale:
+    """Returns the loss scale of jmp's `DynamicLossScale` (0.0.4).
+
+    Under `jit` jmp forgets `min_loss_scale` and uses 1.
+    """
+    return _within(loss_scale, min_loss_scale, None, period=period, factor=factor)
+
+
+def mpx(
+    loss_scaling: float,
+    min_loss_scaling: float,
+    factor: float = 2,
+    period: int = 2000,
+) -> DynamicLossScale:
+    """Returns the loss scale of MPX's `DynamicLossScaling`.
+
+    It is `jmp` with S clamped to [min_loss_scaling, 65504]; an initial S above it
+    starts at 65504. 65504 is not a power of two, so that from there on scaling rounds:
+    use `jmp` for a new run. MPX unscales by the adjusted S, unlike this library.
+    """
+    rule = {"factor": factor, "period": period, "at_max": "clamp"}
+    return _within(loss_scaling, min_loss_scaling, 65504.0, **rule)
+
+
+def __dir__() -> list[str]:
+    return __all__

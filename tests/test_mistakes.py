@@ -14,14 +14,17 @@ import pytest
 from flax import nnx
 
 import jmp_scale
+import jmp_scale.checkpoints
 import jmp_scale.nnx
 from jmp_scale import (
     DynamicLossScale,
     SpikeGuard,
     StaticLossScale,
     autocast,
+    checkpoints,
     diagnostics,
     get_loss_scale,
+    with_half_storage,
     with_loss_scale,
 )
 
@@ -60,6 +63,21 @@ X, PARAMS = jnp.ones((4, 4)), jnp.ones(2)
 HALF = autocast(loss, "bfloat16")
 NETWORK = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
 STATE = with_loss_scale(optax.sgd(1.0)).init(PARAMS)
+HALF_STATE = with_half_storage(optax.sgd(1.0)).init(PARAMS.astype(jnp.bfloat16))
+
+
+def growing():
+    """An optimizer whose sum becomes an array in the first update."""
+
+    def update(updates, state, params=None):
+        return updates, {"sum": state["sum"] + updates}
+
+    return optax.GradientTransformation(lambda _: {"sum": jnp.zeros(())}, update)
+
+
+def grown():
+    return with_loss_scale(growing()).init(PARAMS)
+
 
 # Arguments and wrong values of each class, all of them with words that are theirs.
 ARGUMENTS = {
@@ -146,7 +164,14 @@ MISTAKES = {
     "several S": (lambda: get_loss_scale(jnp.ones(2)), "loss_scale to be a real num"),
     "a name with a number": (lambda: get_loss_scale("f16:2"), "unknown loss scale"),
     "a low start": (lambda: get_loss_scale("dynamic:0"), "expected loss_scale to be"),
-    "a configuration": (lambda: get_loss_scale({"fp16": 1}), r"real number, got \{"),
+    "a configuration": (
+        lambda: get_loss_scale({"fp16": {"loss_scale": 0}}),
+        r"got the section \{.*; pass one value of it, or .* jmp_scale.presets",
+    ),
+    "gradients for their flag": (
+        lambda: DynamicLossScale().adjust({"w": X}),
+        r"grads_finite to be a boolean, got a dict; write adjust\(all_finite\(grads",
+    ),
     # gradients
     "a number for a loss scale": (
         lambda: jmp_scale.grad(loss, 1024.0),
@@ -184,7 +209,85 @@ MISTAKES = {
         lambda: jmp_scale.all_finite(loss),
         "all_finite: expected arrays, got a function; pass what it returns",
     ),
+    "arguments of the loss": (
+        lambda: jmp_scale.value_and_grad(loss, STATE.loss_scale, PARAMS, X),
+        r"^value_and_grad: expected argnums .*write value_and_grad\(fun, loss_sc",
+    ),
+    "an aux for its flag": (
+        lambda: jmp_scale.grad(loss, STATE.loss_scale, 0, X),
+        r"^grad: expected argnums and has_aux .*got arrays",
+    ),
+    "a transform without the value": (
+        gradient_of(lambda w: w, transform=jax.grad),
+        r"^grad: expected transform to return \(\(value, aux\), grads\)",
+    ),
+    "a tree for its flag": (
+        lambda: jmp_scale.select_tree({"w": X}, True, {"w": X}),
+        r"scalar as pred, got a dict; write select_tree\(pred, on_true, on_false\)",
+    ),
+    "no spec for a leaf": (
+        lambda: jmp_scale.all_finite({"w": X}, specs={"w": None}),
+        r"all_finite: expected a PartitionSpec .*PartitionSpec\(\) for one that is wh",
+    ),
+    "no policy": (lambda: jmp_scale.get_policy(None), r"got None; write get_policy\("),
     # optimizers
+    "a loss without its name": (
+        lambda: with_loss_scale(optax.adam(0.1)).update(PARAMS, STATE, PARAMS, X),
+        r"update\(grads, state, params, value=loss\), got a fourth argument",
+    ),
+    "no gradients": (
+        lambda: with_loss_scale(optax.sgd(0.1)).update(None, STATE, PARAMS),
+        r"update\(grads, state, params, value=loss\), got no gradients",
+    ),
+    "a state that grows": (
+        lambda: with_loss_scale(growing()).update(PARAMS, grown(), PARAMS),
+        r"^with_loss_scale: .*types of its state, got inner_state\['sum'\] as .*\[2\]",
+    ),
+    **{
+        f"{guard!r} for a guard": (
+            lambda guard=guard: with_loss_scale(optax.sgd(0.1), guard=guard),
+            r"guard to be a SpikeGuard, got .*write guard=jmp_scale.SpikeGuard\(",
+        )
+        for guard in (SpikeGuard, True, 6.0)
+    },
+    **{
+        f"{averages!r} for averages": (
+            lambda averages=averages: with_half_storage(
+                optax.adam(0.1), averages=averages, key=jax.random.key(0)
+            ),
+            r"averages to be a tuple of names, got .*write averages=\(\"mu\", \"nu\"\)",
+        )
+        for averages in ("mu", True)
+    },
+    **{
+        f"{name} for a key": (
+            lambda key=key: with_half_storage(
+                optax.adam(0.1), averages=("mu",), key=key()
+            ),
+            r"expected one PRNG key, got .*; write key=jax.random.key\(0\)",
+        )
+        for name, key in {
+            "a number": lambda: 0,
+            "keys": lambda: jax.random.split(jax.random.key(0)),
+            "raw keys": lambda: jax.random.split(jax.random.PRNGKey(0)),
+        }.items()
+    },
+    "parameters after their state": (
+        lambda: jmp_scale.full_parameters(STATE, PARAMS),
+        r"full_parameters: expected the parameters first, .*\(params, opt_state\)",
+    ),
+    "parameters after a half-storage state": (
+        lambda: checkpoints.without_half_storage(HALF_STATE, PARAMS),
+        r"without_half_storage: expected the parameters first, .*\(params, opt_state\)",
+    ),
+    "a path for a loader": (
+        lambda: checkpoints.restore("path", STATE),
+        r"restore: expected a function, got a str; write restore\(lambda template",
+    ),
+    "a loader after the state": (
+        lambda: checkpoints.restore(STATE, lambda template: template),
+        r"restore: expected a function, .*; write restore\(lambda template",
+    ),
     "a model for an optimizer": (
         lambda: jmp_scale.nnx.Optimizer(optax.adam(0.1), NETWORK),
         "inner to be an optax.GradientTransformation, got a Linear; pass the optimizer",

@@ -1,3 +1,4 @@
+import ast
 import dataclasses
 import functools
 import inspect
@@ -219,21 +220,61 @@ def test_every_trace_is_replayed_or_listed_with_the_reason_why_not():
     assert (len(EVERY), len(WITHIN), len(BEYOND), len(refused)) == (189, 166, 3, 10)
 
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "api" / "presets.md"
-SIGNATURES = dict(
-    re.findall(r"^\| `(\w+)\((.*?)\)` \|", PAGE.read_text(), re.MULTILINE)
-)
+# Arguments and defaults of the frameworks.
+SIGNATURES = {
+    "pytorch": "init_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5, "
+    "growth_interval=2000",
+    "apex": "init_scale=2.0**16, scale_window=2000, min_loss_scale=None, "
+    "max_loss_scale=2.0**24",
+    "deepspeed": "initial_scale_power=16, loss_scale_window=1000, hysteresis=2, "
+    "consecutive_hysteresis=False, min_loss_scale=1.0",
+    "megatron": "initial_scale=2.0**32, min_scale=1.0, growth_factor=2.0, "
+    "backoff_factor=0.5, growth_interval=1000, hysteresis=2",
+    "colossalai": "initial_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5, "
+    "growth_interval=1000, min_scale=None, max_scale=None, hysteresis=2",
+    "fairseq": "init_scale=2.0**15, scale_factor=2.0, scale_window=2000, "
+    "threshold=None",
+    "cerebras": "initial_loss_scale=None, steps_per_increase=2000, "
+    "min_loss_scale=2.0**-14, max_loss_scale=2.0**15",
+    "keras": "initial_scale=2.0**15, dynamic_growth_steps=2000",
+    "tf_keras": "initial_scale=2.0**15, dynamic_growth_steps=2000",
+    "tensorflow": "initial_loss_scale=2.0**15, increment_period=2000, multiplier=2.0",
+    "paddle": "init_loss_scaling=65536.0, incr_ratio=2.0, decr_ratio=0.5, "
+    "incr_every_n_steps=2000, decr_every_n_nan_or_inf=1",
+    "mindspore": "scale_value, scale_factor, scale_window",
+    "flax": "growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, "
+    "scale=65536.0, minimum_scale=2.0**-126",
+    "jmp": "loss_scale, period=2000, factor=2, min_loss_scale=1",
+    "mpx": "loss_scaling, min_loss_scaling, factor=2, period=2000",
+}
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_arguments_and_defaults_are_those_of_the_page(name):
-    assert len(SIGNATURES) == 15
+def test_arguments_and_defaults_are_those_of_the_framework(name):
     expected = inspect.signature(eval(f"lambda {SIGNATURES[name]}: 0")).parameters
     preset = getattr(presets, name)
     given = inspect.signature(preset).parameters
     assert [*given] == [*expected]
     assert all(given[x].default == expected[x].default for x in given)
     assert pickle.loads(pickle.dumps(preset)) is preset
+
+
+def test_presets_shows_its_functions_and_nothing_else():
+    assert sorted(dir(presets)) == sorted(presets.__all__) == sorted(SIGNATURES)
+    page = pathlib.Path(__file__).parents[1] / "docs" / "api" / "presets.md"
+    entries = re.findall(r"^::: jmp_scale\.presets\.(\w+)$", page.read_text(), re.M)
+    assert entries == presets.__all__
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_a_preset_has_types_that_an_editor_can_read(name):
+    # An editor reads the text of the module, which `def` and annotations are in.
+    source = ast.parse(pathlib.Path(presets.__file__).read_text())
+    (function,) = (x for x in source.body if getattr(x, "name", None) == name)
+    assert isinstance(function, ast.FunctionDef)
+    assert all(argument.annotation for argument in function.args.args)
+    assert not function.args.kwarg
+    assert ast.unparse(function.returns) == "DynamicLossScale"
 
 
 def test_an_initial_s_above_the_cap_starts_there_where_the_framework_does():

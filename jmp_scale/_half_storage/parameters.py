@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from .._policy import holds_half
-from .._state import fields_of, find_half_storage
+from .._state import fields_of, find_half_storage, find_loss_scale_states
 from .._tree import leaves_by_name, with_arrays
 from .._types import Leaf, PyTree
 from . import bfloat16
@@ -26,14 +26,24 @@ def full_parameters(params: PyTree, opt_state: PyTree) -> PyTree:
       where the state keeps no remainder. Leaves of other dtypes pass.
 
     Raises:
-      ValueError: the remainders are not those of these parameters, or of two
-        optimizers.
+      ValueError: `params` holds the state of an optimizer, or the remainders are not
+        those of these parameters, or of two optimizers.
     """
+    refuse_states("full_parameters", params)
     kept = remainders("full_parameters", opt_state)
     leaves = leaves_by_name(with_arrays(params))
     check_pairs("full_parameters", leaves, kept)
     joined = [join(leaf, kept.get(name)) for name, leaf in leaves.items()]
     return jax.tree.unflatten(jax.tree.structure(params), joined)
+
+
+def refuse_states(function: str, params: PyTree) -> None:
+    """Raises an error for arguments in the wrong order."""
+    if find_half_storage(params) or find_loss_scale_states(params):
+        raise ValueError(
+            f"{function}: expected the parameters first, got the state of an "
+            f"optimizer; write {function}(params, opt_state)"
+        )
 
 
 def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -89,12 +89,23 @@ def with_half_storage(
         or `unreduced` gradients.
     """
     inner = checked_optimizer(_NAME, inner)
+    if isinstance(averages, (str, bool)):
+        raise TypeError(
+            f"{_NAME}: expected averages to be a tuple of names, got {averages!r}; "
+            'write averages=("mu", "nu")'
+        )
     words = None
     if averages or not remainders:
         if key is None:
             raise ValueError(
                 f"{_NAME}: expected a key for stochastic rounding (of averages, and of "
                 "parameters with remainders=False), got None; write "
+                "key=jax.random.key(0)"
+            )
+        is_typed = jnp.issubdtype(getattr(key, "dtype", int), jax.dtypes.prng_key)
+        if jnp.ndim(key) != (0 if is_typed else 1):
+            raise TypeError(
+                f"{_NAME}: expected one PRNG key, got {described(key)}; write "
                 "key=jax.random.key(0)"
             )
         words = jax.random.key_data(key)[:2]

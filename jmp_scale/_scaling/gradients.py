@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from .._contexts import UNSCALED
 from .._state import LossScale
-from .._tree import map_gradients, promote_to_float32
+from .._tree import is_inexact, map_gradients, promote_to_float32
 from .._types import Function, PyTree
 from .._validation import described, require_callable, warn
 from .loss_scale import NoOpLossScale, checked_loss_scale
@@ -118,6 +118,11 @@ def differentiated(
             f"{loss_scale!r}) with a loss scale such as DynamicLossScale()"
         )
     loss_scale = checked_loss_scale(function, loss_scale)
+    if any(map(is_inexact, jax.tree.leaves((argnums, has_aux)))):
+        raise TypeError(
+            f"{function}: expected argnums and has_aux after the loss scale, got "
+            f"arrays; write {function}(fun, loss_scale)(params, batch)"
+        )
     call = f"{function}(loss_fn, loss_scale)(params, batch)"
     require_callable(function, fun, f"write {call}")
     # All transforms differentiate the first argument; Equinox's has no argnums.
@@ -137,7 +142,14 @@ def differentiated(
         _warn_if_captured(function, loss_scale, args)
         with UNSCALED(isinstance(loss_scale, NoOpLossScale)):
             result = scaled_value_and_grad(*args, **fun_kwargs)
-        (_, output), grads = result
+        pair, grads = result
+        if not (isinstance(pair, tuple) and isinstance(pair[-1], _Output)):
+            raise TypeError(
+                f"{function}: expected transform to return ((value, aux), grads), as "
+                f"jax.value_and_grad does, but {transform!r} does not; write "
+                "transform=nnx.value_and_grad or equinox.filter_value_and_grad"
+            )
+        output = pair[-1]
         # `NoOpLossScale.unscale` would leave float16 gradients in float16.
         value = (output.loss, output.aux) if has_aux else output.loss
         return value, map_gradients(promote_to_float32, loss_scale.unscale(grads))
@@ -149,7 +161,7 @@ def _warn_if_captured(function: str, loss_scale: LossScale, args: PyTree) -> Non
     """Warns if a function is traced with its arguments, but S is a constant in it."""
     leaves = jax.tree.leaves(loss_scale)
     given = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
-    is_traced = bool(given) and all(isinstance(x, Tracer) for x in given)
+    is_traced = any(isinstance(x, Tracer) for x in given)
     arrays = [x for x in leaves if isinstance(x, (jax.Array, np.ndarray))]
     is_constant = bool(arrays) and not any(isinstance(x, Tracer) for x in arrays)
     # A new array is traced inside `jit`, but not inside an eager `vmap`.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, Self, TypeVar
 
 import jax
@@ -12,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from .. import _pytree, _validation
 from .._policy import half_dtype, name_to_dtype
 from .._state import LossScale
+from .._tree import is_data
 
 T = TypeVar("T")
 
@@ -217,6 +219,11 @@ class DynamicLossScale(LossScale):
         return _pytree.with_fields(self, **leaves)
 
     def _check_flag(self, name: str, flag: ArrayLike) -> None:
+        if not (is_data(flag) or hasattr(flag, "dtype")):
+            raise ValueError(
+                f"adjust: expected {name} to be a boolean, got "
+                f"{_validation.described(flag)}; write adjust(all_finite(grads))"
+            )
         shape, expected = jnp.shape(flag), jnp.shape(self.loss_scale)
         if shape != expected or jnp.result_type(flag) != jnp.bool_:
             raise ValueError(
@@ -268,6 +275,12 @@ def get_loss_scale(spec: LossScale | ArrayLike | DTypeLike) -> LossScale:
         return spec
     if isinstance(spec, (type, np.dtype)):
         spec = str(jnp.dtype(spec))
+    if isinstance(spec, Mapping):
+        raise TypeError(
+            "get_loss_scale: expected a name, a number or a dtype, got the section "
+            f"{spec!r}; pass one value of it, or its values to the framework's "
+            "function in jmp_scale.presets"
+        )
     if not isinstance(spec, str):
         return StaticLossScale(spec)  # pyright: ignore[reportArgumentType]
     text = spec.lower().strip()

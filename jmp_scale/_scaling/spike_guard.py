@@ -33,7 +33,8 @@ class SpikeGuard(_pytree.Pytree):
     overflow, except that the loss scale stays.
 
     It watches two numbers x, the largest of all devices: the loss, if it is passed as
-    `value`, and log2 of the global norm of the unscaled gradients.
+    `value`, and log2 of the global norm of the unscaled gradients. A norm above 1.8e19,
+    whose square overflows, counts as the largest float32.
 
     ```text
     outlier:   x > mean + threshold * max(deviation, floor), for one of the two

@@ -1,6 +1,5 @@
 """`with_loss_scale`: wraps an Optax optimizer, and skips steps that overflowed."""
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -25,7 +24,7 @@ from .._state import (
     is_nothing,
 )
 from .._tree import is_data, is_inexact, map_inexact, promote_to_float32
-from .._types import Flag, Function, Leaf, PyTree
+from .._types import Flag, KeyPath, Leaf, PyTree
 from .._validation import warn
 from .finite import finite, finite_and_norm
 from .loss_scale import NoOpLossScale, checked_loss_scale
@@ -34,7 +33,6 @@ from .spike_guard import SpikeGuard
 
 T = TypeVar("T")
 ExtraArgs = dict[str, Any]  # keyword arguments of `update` after the parameters
-Keywords = tuple[frozenset[str], ...]  # that each part of an optimizer takes
 
 
 class LossScaleTransformation(optax.GradientTransformationExtraArgs):
@@ -87,12 +85,12 @@ def with_loss_scale(
       `inner` gets gradients in float32 or wider.
 
       `value` is the unscaled scalar loss. If it is not finite, the step is skipped and
-      S stays. `inner` gets `value` if its signature accepts it. `value_fn`, `obj_fn`,
-      `grad_fn` and `grad` must belong to the unscaled loss too.
+      S stays. `inner` gets `value` if the signature of its `update` accepts it.
+      `value_fn`, `obj_fn`, `grad_fn` and `grad` must belong to the unscaled loss too.
 
     Raises:
       TypeError: an argument of another type; from `update`, a state that `init` did not
-        return, or a loss under another name than `value`.
+        return, or `loss=` without `value=` if `inner` does not name it.
       ValueError: `inner` contains another `with_loss_scale` (from `init`); from
         `update`: `value` is not a scalar, gradients and parameters differ in structure,
         gradients are `unreduced`, or `inner` changes the structure of its state.
@@ -104,8 +102,12 @@ def with_loss_scale(
     loss_scale = NoOpLossScale() if loss_scale is None else loss_scale
     loss_scale = checked_loss_scale("with_loss_scale", loss_scale)
     agreement = _mesh.agreement("with_loss_scale", axis_name)
-    keywords = _keywords_of(inner.update)
-    steps = _SkippingOptimizer(inner, keywords, loss_scale, guard, agreement)
+    if guard is not None and not isinstance(guard, SpikeGuard):
+        raise TypeError(
+            f"with_loss_scale: expected guard to be a SpikeGuard, got {guard!r}; write "
+            "guard=jmp_scale.SpikeGuard(threshold=6.0)"
+        )
+    steps = _SkippingOptimizer(inner, loss_scale, guard, agreement)
     return LossScaleTransformation(steps.init, steps.update)  # pyright: ignore
 
 
@@ -114,7 +116,6 @@ class _SkippingOptimizer:
     """The steps of `inner`, each of them applied or rejected as a whole."""
 
     inner: optax.GradientTransformationExtraArgs
-    keywords: Keywords  # that `inner` accepts
     loss_scale: LossScale  # of the first step
     guard: SpikeGuard | None  # before the first step
     agreement: _mesh.Agreement
@@ -143,11 +144,16 @@ class _SkippingOptimizer:
         updates: optax.Updates,
         state: LossScaleState,
         params: optax.Params | None = None,
-        *,
+        *misplaced: object,
         value: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaleState]:
         """Judges a step, applies or rejects it, and returns the state after it."""
+        if misplaced or updates is None:
+            raise TypeError(
+                "with_loss_scale: expected update(grads, state, params, value=loss), "
+                f"got {'no gradients' if updates is None else 'a fourth argument'}"
+            )
         _check_arguments(updates, state, params)
         _mesh.refuse_unreduced("with_loss_scale", updates)
         verdict = self.judge(updates, value, state.guard)
@@ -186,9 +192,8 @@ class _SkippingOptimizer:
             return _Verdict(
                 grads_finite & loss_finite, grads_finite, loss_finite, spike
             )
-        # Decisions have no derivative. A norm's derivative at 0 is infinite; times 0,
-        # NaN.
-        guard, updates, value = map_inexact(lax.stop_gradient, (guard, updates, value))
+        # A decision has no derivative.
+        guard, value = map_inexact(lax.stop_gradient, (guard, value))
         grads_finite, norm = finite_and_norm(updates, agree)
         is_finite = grads_finite & loss_finite
         # The guard sees the largest loss of all devices: a replica must not skip alone.
@@ -205,7 +210,15 @@ class _SkippingOptimizer:
     ) -> tuple[ExtraArgs, ExtraArgs]:
         """Returns the extra arguments of `inner` that may be NaN, and the others."""
         arrays, others = {}, dict(extra_args)
-        if _takes_value(self.keywords, value, extra_args):
+        parameters = inspect.signature(self.inner.update).parameters
+        if value is None and "loss" in others and "loss" not in parameters:
+            raise TypeError(
+                "with_loss_scale: expected the loss as value=, got loss=; write "
+                "update(grads, state, params, value=loss), and loss=loss beside it if "
+                "a part of inner takes that"
+            )
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if value is not None and (takes_all or "value" in parameters):
             arrays["value"] = jnp.asarray(value)
         if "grad" in others:
             arrays["grad"] = promote_to_float32(others.pop("grad"))
@@ -220,7 +233,18 @@ class _SkippingOptimizer:
     ) -> tuple[optax.Updates, optax.OptState]:
         """Calls `inner`; returns updates and a state of the types that they had."""
         grads, arrays = inputs
-        updates, new = self.inner.update(grads, inner_state, params, **others, **arrays)
+        try:
+            updates, new = self.inner.update(
+                grads, inner_state, params, **others, **arrays
+            )
+        except TypeError as error:
+            if "unexpected keyword argument 'value'" in str(error):
+                error.add_note(
+                    "with_loss_scale passes value= to inner, whose chain passes it to "
+                    "all parts. Put the part that refuses it outermost in inner, as "
+                    "optax.contrib.sam(optax.chain(...), ...), or leave value= out."
+                )
+            raise
         # A cast to half precision would round the updates of with_half_storage.
         if params is not None and not find_half_storage(inner_state):
             updates = jax.tree.map(_cast_leaf, updates, params, is_leaf=is_nothing)
@@ -333,65 +357,17 @@ def _state_like(new: optax.OptState, old: optax.OptState) -> optax.OptState:
             f"  from update: {treedef}\n  from init:   {old_treedef}\n"
             "Chain what only measures, such as optax.monitor, outside of it"
         )
-    return jax.tree.map(lambda x, y: _mesh.reshard_like(_cast_leaf(x, y), y), new, old)
 
+    def like(path: KeyPath, new: Leaf, old: Leaf) -> Leaf:
+        new = _cast_leaf(new, old)
+        if is_data(new) and is_data(old):
+            got, expected = jax.typeof(new), jax.typeof(old)
+            if (got.shape, got.dtype) != (expected.shape, expected.dtype):
+                raise ValueError(
+                    "with_loss_scale: expected inner to keep the types of its state, "
+                    f"got inner_state{jax.tree_util.keystr(path)} as {got} from "
+                    f"update, and as {expected} from init"
+                )
+        return _mesh.reshard_like(new, old)
 
-def _takes_value(keywords: Keywords, value: object, extra_args: ExtraArgs) -> bool:
-    """Whether the loss is passed to `inner`; its signature may refuse it, as SAM's."""
-    if value is None:
-        if "loss" in extra_args and not any("loss" in taken for taken in keywords):
-            raise TypeError(
-                "with_loss_scale: expected the loss as value=, got loss=, which inner "
-                "does not accept; write update(grads, state, params, value=loss)"
-            )
-        return False
-    is_refused = any(not taken & {"", "value"} for taken in keywords)
-    # If one part needs it and another refuses it, Optax raises its own error.
-    return not is_refused or any("value" in taken for taken in keywords)
-
-
-def _keywords_of(update: Function, seen: tuple[int, ...] = ()) -> Keywords:
-    """Returns the keywords of each function that extra arguments of `update` reach.
-
-    "" in a set means that the function accepts further keywords. A wrapper (a chain, a
-    mask) forwards them to functions in its closure; Optax's functions ignore them; any
-    other function may use a `loss`.
-    """
-    function = inspect.unwrap(update)
-    if id(function) in seen:
-        return ()
-    seen = (*seen, id(function))
-    parameters = _parameters(function)
-    names = frozenset(p.name for p in parameters)
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return (names,)
-    held = []
-    for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # an empty cell
-            held.append(cell.cell_contents)
-    found: list[frozenset[str]] = []
-    transformation = optax.GradientTransformation
-    for leaf in jax.tree.leaves(held, is_leaf=lambda x: isinstance(x, transformation)):
-        if isinstance(leaf, optax.GradientTransformationExtraArgs):
-            found += _keywords_of(leaf.update, seen)
-        elif inspect.isroutine(leaf) and _is_update(leaf):
-            found += _keywords_of(leaf, seen)
-    is_optax = (getattr(function, "__module__", None) or "").startswith("optax.")
-    others = set() if is_optax or found else {"loss"}
-    return (names | {""} | others, *found)
-
-
-def _is_update(function: Function) -> bool:
-    """Whether a function has the parameters of an Optax update with extra arguments."""
-    parameters = _parameters(function)
-    if len(parameters) < 4:
-        return False
-    params, last = parameters[2], parameters[-1]
-    has_params = params.name == "params" or params.default is None
-    return has_params and last.kind in (last.KEYWORD_ONLY, last.VAR_KEYWORD)
-
-
-def _parameters(function: Function) -> list[inspect.Parameter]:
-    with contextlib.suppress(TypeError, ValueError):  # without a signature
-        return list(inspect.signature(function).parameters.values())
-    return []
+    return jax.tree_util.tree_map_with_path(like, new, old)

@@ -102,10 +102,10 @@ def test_all_finite_sees_a_bad_entry_anywhere_in_any_shape_under_vmap_and_grad()
     assert all((slope == 1).all() for slope in slopes)
 
 
-MACHINES = ["cpu", "gpu", "tpu", "eight devices"]
+MACHINES = ["cpu", "gpu", "eight devices"]
 
 
-@pytest.fixture(params=one_of(4, MACHINES))
+@pytest.fixture(params=one_of(3, MACHINES))
 def machine(request, monkeypatch):
     """Programs are as lowered for this machine, or as sharded over several of them."""
 
@@ -125,7 +125,7 @@ def machine(request, monkeypatch):
         jax.clear_caches()
 
 
-# More of one shape than a group holds, arrays for the TPU's matrix unit, and others.
+# More of one shape than a group holds, and others.
 SHAPES = [(8, 3)] * 9 + [(512, 256), (2, 256, 384), (4099,), (5,), ()]
 
 
@@ -152,8 +152,8 @@ def test_the_norm_is_right_on_every_machine_and_a_bad_entry_of_any_array_is_seen
         return jmp_scale.all_finite(given), *_finite.finite_and_norm(given)
 
     good = normal_arrays()
-    sizes = (1e-36, 1e-20, 1e-10, 1.0, 1e19, 2e19, 1e30)
-    mixed = (1e-30, 1e-20), (1e-20, 1e-9), (1e-20, 1), (1e-30, 1e30), (9e18, 1e20)
+    sizes = (1e-15, 1e-10, 1.0, 1e15)
+    mixed = (1e-20, 1e-9), (1e-20, 1), (1e-30, 1e15)
     for given in [
         *([np.float32(size) * array for array in good] for size in sizes),
         *([np.full(4097, size, np.float32) for size in pair] for pair in mixed),
@@ -163,6 +163,11 @@ def test_the_norm_is_right_on_every_machine_and_a_bad_entry_of_any_array_is_seen
         assert (norm.shape, norm.dtype) == ((), jnp.float32)
         # What a GPU sums in a tree this machine adds one by one.
         np.testing.assert_allclose(norm, reference_norm(*given), rtol=1e-4)
+    # Their squares are beyond float32.
+    for large in (np.full(4097, 1e30, np.float32), [np.float32(1e20), *good]):
+        *flags, norm = judged(large)
+        assert all(flags)
+        assert norm == np.finfo(np.float32).max
     for position, bad in enumerate([np.nan, -np.inf] * 7):
         given = [array.copy() for array in good]
         given[position][(-1,) * given[position].ndim] = bad
@@ -211,19 +216,10 @@ def test_a_norm_beyond_float32_is_its_largest_number():
     assert norm == np.finfo(np.float32).max
 
 
-@pytest.mark.parametrize("machine", one_of(4, MACHINES), indirect=True)
-def test_the_derivative_of_the_norm_is_the_direction(machine):
-    slope = jax.jit(jax.grad(lambda x: flag_and_norm({"a": x, "b": x[:1]})[1]))
-    for size in (1e-30, 1.0, 1e30):
-        x = np.float32(size) * np.arange(-1, 5000, dtype=np.float32)
-        expected = np.asarray(x, np.float64) * (1 + (np.arange(5001) == 0))
-        expected /= reference_norm(x, x[:1])
-        np.testing.assert_allclose(slope(x), expected, rtol=1e-4)
-
-
-def test_the_norm_of_zeros_has_the_derivative_zero():
+def test_the_norm_has_no_derivative():
     slope = jax.jit(jax.grad(lambda x: _finite.finite_and_norm(x)[1]))
-    assert slope(jnp.zeros(3)).tolist() == [0.0] * 3
+    for size in (0.0, 1.0, np.nan):
+        assert slope(jnp.full(3, size, jnp.float32)).tolist() == [0.0] * 3
 
 
 def update_of_sgd(tree):
@@ -249,21 +245,6 @@ def test_arrays_of_a_symbolic_size_can_be_exported(fun):
     assert exported.call(tree)
     tree["a"][4999, 3] = np.nan
     assert not exported.call(tree)
-
-
-@pytest.mark.parametrize(
-    ("shape", "is_product"),
-    [((512, 256), True), ((2, 256, 384), True), ((64, 8, 384), False), ((8, 3), False)],
-)
-def test_a_tpu_counts_what_is_not_finite_in_large_arrays_by_a_product(
-    shape, is_product
-):
-    leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
-    for platform in ("tpu", "cuda", "cpu"):
-        finite = jax.jit(jmp_scale.all_finite)
-        exported = jax.export.export(finite, platforms=[platform])(leaf)
-        has_product = "stablehlo.dot_general" in exported.mlir_module()
-        assert has_product == (is_product and platform == "tpu")
 
 
 OF_HOST = {"a": 2.0, "b": np.array([-4.0, 4.0]), "c": np.array([0.0, -8.0j])}

@@ -126,22 +126,27 @@ def test_an_overflow_in_a_gradient_function_of_the_optimizer_is_skipped():
     assert (new_params < params).all()
 
 
-@pytest.mark.parametrize("inner", [SAM, optax.chain(optax.clip(1.0), SAM)])
-def test_a_value_does_not_break_an_optimizer_that_does_not_know_it(inner):
-    tx = jmp_scale.with_loss_scale(inner, DynamicLossScale())
+def test_a_value_does_not_break_an_optimizer_that_does_not_know_it():
+    tx = jmp_scale.with_loss_scale(SAM, DynamicLossScale())
     state = tx.init(PARAMS)
     updates, _ = tx.update(GOOD, state, PARAMS, value=jnp.float32(1))
     assert_bitwise_equal(updates, tx.update(GOOD, state, PARAMS)[0])
 
 
-def test_a_chain_that_both_refuses_and_needs_the_loss_has_the_error_of_optax():
-    plateau = optax.contrib.reduce_on_plateau(patience=1)
-    tx = jmp_scale.with_loss_scale(optax.chain(SAM, plateau))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'value'"):
+@pytest.mark.parametrize("other", [optax.clip(1.0), optax.adam(0.1)])
+def test_a_part_of_a_chain_that_refuses_the_loss_is_told_to_be_outermost(other):
+    tx = jmp_scale.with_loss_scale(optax.chain(other, SAM))
+    with pytest.raises(
+        TypeError, match="unexpected keyword argument 'value'"
+    ) as raised:
         tx.update(GOOD, tx.init(PARAMS), PARAMS, value=jnp.float32(1))
+    (note,) = raised.value.__notes__
+    assert "outermost in inner, as optax.contrib.sam(optax.chain(...)" in note
+    assert "or leave value= out" in note
+    tx.update(GOOD, tx.init(PARAMS), PARAMS)
 
 
-def by_loss(updates, state, params=None, *, loss):
+def by_loss(updates, state, params=None, *, loss, **extra):
     return jax.tree.map(lambda u: u * loss, updates), state
 
 
@@ -151,6 +156,7 @@ def by_any_loss(updates, state, params=None, **extra):
 
 TAKES_LOSS = {
     "plain": extra_args_optimizer(by_loss),
+    "strict": extra_args_optimizer(lambda u, s, p=None, *, loss: (u * loss, s)),
     "any": extra_args_optimizer(by_any_loss),
     "chain": optax.chain(extra_args_optimizer(by_loss), optax.scale(1.0)),
     "named_chain": optax.named_chain(("a", extra_args_optimizer(by_any_loss))),
@@ -162,9 +168,15 @@ TAKES_LOSS = {
 def test_a_loss_reaches_an_optimizer_that_takes_it_by_that_name(name):
     tx = jmp_scale.with_loss_scale(TAKES_LOSS[name])
     params = jnp.ones(2)
-    for more in ({}, {"value": 3.0}):
-        updates, _ = tx.update(params, tx.init(params), params, loss=3.0, **more)
-        assert updates.tolist() == [3, 3]
+    updates, _ = tx.update(params, tx.init(params), params, loss=3.0, value=3.0)
+    assert updates.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("name", ["plain", "strict"])
+def test_an_optimizer_that_names_the_loss_needs_no_value(name):
+    tx, params = jmp_scale.with_loss_scale(TAKES_LOSS[name]), jnp.ones(2)
+    updates, _ = tx.update(params, tx.init(params), params, loss=3.0)
+    assert updates.tolist() == [3, 3]
 
 
 def test_a_type_error_of_the_optimizer_comes_out_after_one_run():

@@ -4,7 +4,7 @@
 import fs from "node:fs"
 import path from "node:path"
 import vm from "node:vm"
-import { shortened, UNFOLDED } from "./search_query.mjs"
+import { ranked, shortened, UNFOLDED } from "./search_query.mjs"
 
 const site = process.argv[2]
 const workers = path.join(site, "assets/javascripts/workers")
@@ -25,7 +25,7 @@ const SETUP = 0, QUERY = 2
 await ask({ type: SETUP, data: { ...index, options: {} } })
 for (const query of fs.readFileSync(0, "utf8").trim().split("\n")) {
   const { data } = await ask({ type: QUERY, data: shortened(query) })
-  console.log(JSON.stringify(data.items.map(found => {
+  console.log(JSON.stringify(ranked(data.items).map(found => {
     const sections = found.filter(entry => entry.location.includes("#"))
     const as_good = sections.filter(entry => entry.score >= found[0].score).length
     const shown = sections.slice(0, as_good + UNFOLDED).map(entry => entry.location)

@@ -53,19 +53,38 @@ export function shortened(question) {
   const names = new Set(named.join(" ").split(/[^\w]+/).map(stem))
   // Twice: as a whole word, which counts more, and as the beginning of others.
   const asked = (rest.length ? rest : words).map(word => {
-    const whole = `${word}^${names.has(word) ? 20 : word.includes("_") ? 5 : 2}`
+    const whole = `${word}^${names.has(word) ? 20 : word.includes("_") ? 10 : 2}`
     return word.length > 1 ? `${whole} ${word}` : whole
   })
   return asked.join(" ")
 }
 
-const QUERY = 2 // the type of a message to the search worker
+// Pages, best first: a page counts as its best entry does, whose score counts by the share
+// of the asked words that it has. One word in a title is not what a long question asks.
+export function ranked(pages) {
+  const share = ({ terms }) => {
+    const has = Object.values(terms)
+    return has.filter(Boolean).length / Math.max(1, has.length)
+  }
+  const best = entries => Math.max(...entries.map(entry => entry.score * share(entry)))
+  return pages.toSorted((one, other) => best(other) - best(one))
+}
+
+const QUERY = 2, RESULT = 3 // the types of messages to and from the search worker
 if (typeof Worker !== "undefined") {
-  const post = Worker.prototype.postMessage
+  const { postMessage, addEventListener } = Worker.prototype
   Worker.prototype.postMessage = function (message, ...rest) {
     const asks = message?.type === QUERY && typeof message.data === "string"
     const sent = asks ? { ...message, data: shortened(message.data) } : message
-    return post.call(this, sent, ...rest)
+    return postMessage.call(this, sent, ...rest)
+  }
+  Worker.prototype.addEventListener = function (type, listener, ...rest) {
+    const heard = event => {
+      const found = event.data
+      if (found?.type === RESULT) found.data.items = ranked(found.data.items)
+      return listener.call(this, event)
+    }
+    return addEventListener.call(this, type, type === "message" ? heard : listener, ...rest)
   }
 }
 

@@ -119,7 +119,11 @@ def _example(match):
     if printed.exists():
         fence = "``` { .text .wrap }" if wrap else "```text"
         parts.append(f"{fence}\n{printed.read_text()}```")
-    files = {"The program": EXAMPLES / f"{name}.py", "The PyTorch script": original}
+    files = {
+        "The program": EXAMPLES / f"{name}.py",
+        "The module that it imports": EXAMPLES / f"_{name}.py",
+        "The PyTorch script": original,
+    }
     for title, path in files.items():
         if path.exists():
             code = textwrap.indent(f"```py\n{path.read_text()}```", "    ")

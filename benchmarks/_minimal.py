@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jmp_scale
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
-from _summed_loss import summed_loss
+from _loss_without_logits import summed_loss
 
 HALF = jnp.bfloat16
 # How a loss of (parameters, batch, dtype), where None is float32, becomes one of two

@@ -2,8 +2,8 @@
 
 Where the losses of the tokens are added with known weights, the gradient of a chunk of
 tokens is known as soon as its logits are, so the forward pass computes both, with the
-products of a plain head and no more: see `_summed_loss.py`. Prints what each loss
-learns, and the memory that value and gradient need on this machine.
+products of a plain head and no more: see `_loss_without_logits.py`. Prints what each
+loss learns, and the memory of a step on this machine.
 """
 
 import functools
@@ -13,7 +13,7 @@ import _show
 import jax
 import jax.numpy as jnp
 import optax
-from _summed_loss import losses_of_rows, summed_loss
+from _loss_without_logits import losses_of_rows, summed_loss
 from flax import nnx
 from tqdm import tqdm
 

@@ -310,7 +310,7 @@ def test_a_loss_without_logits_has_the_value_and_gradients_of_the_plain_one(
     import jmp_scale
 
     monkeypatch.syspath_prepend(EXAMPLES)
-    from _summed_loss import losses_of_rows, summed_loss
+    from _loss_without_logits import losses_of_rows, summed_loss
 
     rng = np.random.RandomState(0)
     h, head = rng.normal(size=(32, 24)), rng.normal(size=(24, 400))

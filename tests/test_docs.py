@@ -41,7 +41,7 @@ PYTHON = re.compile(
 )
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-DOORS = ("diagnostics", "plotting", "linen", "nnx", "checkpoints")
+DOORS = ("diagnostics", "plotting", "linen", "nnx", "checkpoints", "presets")
 MODULES = ("jmp_scale", *(f"jmp_scale.{name}" for name in DOORS))
 PRECISION = pathlib.Path(diagnostics.__file__).parent.glob("_precision/*.py")
 PRECISION = "\n".join(path.read_text() for path in PRECISION)

@@ -170,7 +170,7 @@ def compare_gradients(
     loss_scales: Sequence[float] | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    transform: Function = jax.value_and_grad,
+    transform: Function | None = None,
 ) -> GradientComparison:
     """Compares the gradients of a half-precision and a float32 program.
 

@@ -102,7 +102,7 @@ def sensitive_products(
     tolerance: float = 0.05,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    transform: Function = jax.value_and_grad,
+    transform: Function | None = None,
 ) -> SensitiveProducts:
     """Finds the matrix products that must stay float32 for a precise gradient.
 

@@ -87,7 +87,7 @@ def diagnose_nonfinite(
     *args: PyTree,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    transform: Function = jax.value_and_grad,
+    transform: Function | None = None,
 ) -> Diagnosis:
     """Finds out why a step is not finite, by rerunning it at smaller loss scales.
 

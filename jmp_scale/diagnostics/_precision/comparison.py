@@ -36,9 +36,9 @@ _ROOM = 4  # overflows lie at least this factor above a recommended S
 _EXACT = 2.0**-8  # errors of a leaf that differ by less are those of rounding
 
 SEES_S = (
-    "times S, divided by S: a backward rule in the loss depends on the loss scale, "
-    "because it clips, normalizes, adds noise or has a tolerance. Clip outside of the "
-    "loss, multiply the rule's bound by S, or train in bfloat16 without a loss scale."
+    "a backward rule in the loss depends on the loss scale, because it clips, "
+    "normalizes, adds noise or has a tolerance. Clip outside of the loss, multiply the "
+    "rule's bound by S, or train in bfloat16 without a loss scale."
 )
 NOT_FINITE = "Float32 is not finite itself: run diagnose_nonfinite(loss, 1, ...)."
 
@@ -350,8 +350,11 @@ def _verdict(found: GradientComparison) -> str:
     if not found.holds_half:
         return "Nothing was compared: no number of half_loss is half precision."
     if found.sees_scale:
-        errors = percent(found.error), percent(found.scaled_float32_error)
-        return "Off by {}, and float32 by {} {}".format(*errors, SEES_S)
+        return (
+            f"Not precise enough: the gradient is off by {percent(found.error)} at "
+            f"loss scale {power(found.loss_scale)}, and that of float32 by "
+            f"{percent(found.scaled_float32_error)}: {SEES_S}"
+        )
     # Another loss scale helps if any works.
     cure = "" if found.window else " sensitive_products finds what must stay float32."
     what = "gradient" if math.isfinite(found.half_loss) else "loss"

@@ -169,7 +169,7 @@ def sensitive_products(
     if before <= tolerance:
         advice += ", which is precise enough."
     elif tolerance < probe.error([]) < math.inf:
-        advice += f", and so does float32 {SEES_S}"
+        advice += f", and so does float32: {SEES_S}"
     elif cure := _loss_scale_at_fault(probe, start, tolerance):
         advice += cure
     else:

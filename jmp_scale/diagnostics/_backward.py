@@ -1,8 +1,10 @@
 """A loss with its arguments, for the diagnostics that trace it or rerun it."""
 
 import dataclasses
+import functools
+import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +15,8 @@ from .._jaxpr import Program, bytes_per_entry, dtype_name, equations, is_floatin
 from .._scaling.finite import all_finite
 from .._scaling.gradients import checked_output, differentiated
 from .._scaling.loss_scale import DynamicLossScale, LossScale, scale_value
-from .._tree import is_inexact, split_arrays
-from .._types import Arrays, Function, PyTree, Scalar
+from .._tree import find_nodes, is_array, is_inexact, is_module, split_arrays
+from .._types import Arrays, Function, Leaf, PyTree, Scalar
 from .._validation import require_callable
 
 # XLA may omit a rounding that the program asks for, depending on machine and version.
@@ -41,13 +43,32 @@ class Loss:
     args: tuple[PyTree, ...]
     argnums: int | Sequence[int]
     has_aux: bool
-    transform: Function
+    given_transform: Function | None  # as the user passed it
 
     def __post_init__(self) -> None:
         for fun in (self.fun, self.transform):
             require_callable(
                 self.function, fun, "pass the function itself, not its result"
             )
+
+    @functools.cached_property
+    def transform(self) -> Function:
+        """The transform that was passed, or the one that fits the arguments."""
+        if self.given_transform is not None:
+            return self.given_transform
+        if find_nodes(is_module, self.args):
+            flax: Any = sys.modules["flax.nnx"]  # which the module's class is from
+            return flax.value_and_grad
+        numbers = [self.argnums] if isinstance(self.argnums, int) else self.argnums
+        count = len(self.args)
+        given = [x for n, x in enumerate(self.args) if {n, n - count} & {*numbers}]
+        is_filtered = find_nodes(_is_of_equinox, given) or not all(
+            map(is_inexact, jax.tree.leaves(given))
+        )
+        # Without an array to differentiate, JAX's own error says so.
+        if is_filtered and any(map(_is_inexact_array, jax.tree.leaves(given))):
+            return _value_and_grad_of_arrays
+        return jax.value_and_grad
 
     def of(self, out: PyTree) -> PyTree:
         """Returns the loss in what `fun` returned, which is checked."""
@@ -67,6 +88,38 @@ class Loss:
         paths = tuple(jax.tree_util.keystr(path) for path, _ in leaves)
         loss = value[0] if self.has_aux else value
         return Backward(loss, [x for _, x in leaves], paths)
+
+
+def _value_and_grad_of_arrays(
+    fun: Function, argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Function:
+    """Returns `jax.value_and_grad` of the inexact arrays; other leaves are fixed."""
+
+    def value_and_grad(*args: PyTree) -> PyTree:
+        def of_arrays(*arrays: PyTree) -> PyTree:
+            return fun(*jax.tree.map(_either, arrays, args, is_leaf=_is_none))
+
+        arrays = jax.tree.map(lambda x: x if _is_inexact_array(x) else None, args)
+        return jax.value_and_grad(of_arrays, argnums, has_aux)(*arrays)
+
+    return value_and_grad
+
+
+def _is_inexact_array(leaf: Leaf) -> bool:
+    return is_array(leaf) and is_inexact(leaf)
+
+
+def _is_of_equinox(x: object) -> bool:
+    """Whether an object is a module of Equinox, whose Python floats are fixed."""
+    return any(c.__module__.startswith("equinox.") for c in type(x).__mro__)
+
+
+def _is_none(x: object) -> bool:
+    return x is None
+
+
+def _either(x: Leaf, otherwise: Leaf) -> Leaf:
+    return otherwise if x is None else x
 
 
 class Start(NamedTuple):

@@ -66,7 +66,7 @@ def compare_speed(
     *args: PyTree,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    transform: Function = jax.value_and_grad,
+    transform: Function | None = None,
 ) -> SpeedComparison:
     """Times the gradient of a loss in half precision and in float32, on this device.
 

@@ -1,16 +1,19 @@
 """Every tool takes a loss as `value_and_grad` does: models, keys, auxiliary outputs."""
 
+import itertools
+
 import equinox as eqx
 import flax.nnx as nnx
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import slow
 from runs import state
 
 import jmp_scale
 from jmp_scale import diagnostics
+from jmp_scale.diagnostics import _timing
 
 X = jnp.linspace(0.1, 1.0, 12).reshape(3, 4)
 
@@ -23,59 +26,167 @@ def compare(fun, *args, **kwargs):
     return diagnostics.compare_gradients(fun, fun, *args, **kwargs)
 
 
+def speed(fun, *args, **kwargs):
+    return diagnostics.compare_speed(fun, fun, *args, **kwargs)
+
+
 TOOLS = {
     "compare_gradients": compare,
     "diagnose_nonfinite": diagnose,
     "precision_report": diagnostics.precision_report,
     "sensitive_products": diagnostics.sensitive_products,
+    "compare_speed": speed,
 }
 
 
+@pytest.fixture(autouse=True)
+def few_calls(monkeypatch):
+    monkeypatch.setattr(_timing, "_SAMPLE", 0.0)
+    monkeypatch.setattr(_timing, "_ROUNDS", range(2, 3))
+
+
 class Network(nnx.Module):
-    """BatchNorm and a count, which a forward pass writes."""
+    """BatchNorm, random streams, a count and an old key, which are no parameters."""
 
     def __init__(self, rngs):
         self.linear = nnx.Linear(4, 2, dtype=jnp.float16, rngs=rngs)
         self.norm = nnx.BatchNorm(2, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
         self.calls = nnx.Variable(jnp.int32(0))
+        self.key = nnx.Variable(jax.random.PRNGKey(0))
+        self.rngs = rngs
 
     def __call__(self, x):
         self.calls[...] += 1
-        return self.norm(self.linear(x).astype(jnp.float32))
+        y = self.norm(self.dropout(self.linear(x)).astype(jnp.float32))
+        noise = jax.random.normal(self.key[...], y.shape)
+        return y + noise + jax.random.normal(self.rngs(), y.shape)
 
 
 def nnx_loss(model, x):
     return jnp.mean(model(x) ** 2), model.calls[...]
 
 
+class Scaled(eqx.Module):
+    """A function, a Python number and a boolean beside layers."""
+
+    attention: eqx.nn.MultiheadAttention
+    mlp: eqx.nn.MLP
+    factor: float
+
+    def __call__(self, x):
+        assert self.factor > 1  # a traced number would raise
+        return self.factor * jax.vmap(self.mlp)(self.attention(x, x, x))
+
+
 def equinox_loss(model, x):
-    y = jax.vmap(jmp_scale.cast_to_half(model))(jmp_scale.cast_to_half(x))
+    y = jmp_scale.cast_to_half(model)(jmp_scale.cast_to_half(x))
     return jnp.mean(y.astype(jnp.float32) ** 2), y
 
 
+def leaves_loss(model, x):
+    x = model["activation"](x[:, model["columns"]])
+    noise = jax.random.normal(model["key"], (4, 2))
+    y = jmp_scale.cast_to_half(x) @ jmp_scale.cast_to_half(model["w"] + noise)
+    return jnp.mean(y.astype(jnp.float32) ** 2), y
+
+
+def haiku_network(x):
+    y = hk.dropout(hk.next_rng_key(), 0.1, hk.nets.MLP((4, 2))(x))
+    return jnp.mean(y**2), y
+
+
+def haiku_loss(params, x):
+    half = jmp_scale.autocast(hk.transform(haiku_network).apply, "float16")
+    return half(params, jax.random.key(1), x)
+
+
 def models():
-    linear = eqx.nn.Linear(4, 1, key=jax.random.key(0))
+    """Losses, models, and how their libraries differentiate them."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    attention = eqx.nn.MultiheadAttention(1, 4, key=keys[0])
+    mlp = eqx.nn.MLP(4, 1, 4, 1, activation=jax.nn.relu, key=keys[1])
+    leaves = {
+        "w": jnp.full((4, 2), 0.5),
+        "columns": jnp.arange(4)[::-1],
+        "key": jax.random.key(0),
+        "activation": jnp.tanh,
+    }
+    params = hk.transform(haiku_network).init(jax.random.key(1), X)
     return {
-        "equinox": (equinox_loss, linear, eqx.filter_value_and_grad),
+        "equinox": (
+            equinox_loss,
+            Scaled(attention, mlp, 2.0),
+            eqx.filter_value_and_grad,
+        ),
         "NNX": (nnx_loss, Network(nnx.Rngs(0)), nnx.value_and_grad),
+        "Haiku": (haiku_loss, params, jax.value_and_grad),
+        "leaves": (leaves_loss, leaves, eqx.filter_value_and_grad),
     }
 
 
-@pytest.mark.parametrize("framework", ["NNX", slow("equinox")])
-@pytest.mark.parametrize("tool", TOOLS)
-def test_a_tool_takes_a_model_and_leaves_it_as_it_was(tool, framework):
-    fun, model, transform = models()[framework]
-    before = [np.asarray(x) for x in jax.tree.leaves(model) if hasattr(x, "dtype")]
-    found = TOOLS[tool](fun, model, X, has_aux=True, transform=transform)
+def gist(found):
+    """What of a result does not depend on the clock."""
+    return getattr(found, "error", str(found))
+
+
+QUICK = {
+    ("precision_report", "equinox"),
+    ("precision_report", "NNX"),
+    ("precision_report", "Haiku"),
+    ("compare_gradients", "NNX"),
+    ("sensitive_products", "leaves"),
+    ("diagnose_nonfinite", "leaves"),
+    ("compare_speed", "leaves"),
+}
+PAIRS = [
+    pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow)
+    for pair in itertools.product(TOOLS, ("equinox", "NNX", "Haiku", "leaves"))
+]
+
+
+@pytest.mark.parametrize(("tool", "library"), PAIRS)
+def test_a_tool_takes_a_model_as_its_library_does_and_leaves_it(tool, library):
+    fun, model, transform = models()[library]
+    before = [np.asarray(x) for x in jax.tree.leaves(model) if is_numbers(x)]
+    found = TOOLS[tool](fun, model, X, has_aux=True)
     assert str(found) == found.summary()
-    after = [x for x in jax.tree.leaves(model) if hasattr(x, "dtype")]
+    after = [x for x in jax.tree.leaves(model) if is_numbers(x)]
     jax.tree.map(np.testing.assert_array_equal, after, before)
+    given = TOOLS[tool](fun, model, X, has_aux=True, transform=transform)
+    assert gist(found) == gist(given)
+
+
+def is_numbers(x):
+    return hasattr(x, "dtype") and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def test_a_transform_that_is_given_holds():
+    fun, model, _ = models()["equinox"]
+    with pytest.raises(TypeError, match="grad requires real"):
+        compare(fun, model, X, has_aux=True, transform=jax.value_and_grad)
+
+
+def test_without_an_array_to_differentiate_the_error_is_that_of_jax():
+    for tool in TOOLS.values():
+        with pytest.raises(TypeError, match="grad requires real"):
+            tool(lambda i, w: (i * w).sum(), jnp.arange(3), jnp.ones(3))
+
+
+def test_integers_of_a_second_argument_are_fixed_and_a_tuple_comes_back():
+    model = {"w": jnp.ones((4, 2)), "i": jnp.arange(2)}
+    found = compare(
+        lambda x, model: jnp.sum(x @ model["w"][:, model["i"]]),
+        *(X, model),
+        argnums=(1, 0),
+    )
+    assert [leaf.path for leaf in found.leaves] == ["[0]['w']", "[1]"]
 
 
 def test_a_bad_batch_is_found_before_any_model():
-    fun, model, transform = models()["equinox"]
+    fun, model, _ = models()["equinox"]
     bad = X.at[1, 2].set(jnp.inf)
-    found = diagnose(fun, model, bad, has_aux=True, transform=transform)
+    found = diagnose(fun, model, bad, has_aux=True)
     assert (found.cause, found.nonfinite_argument) == ("forward", "args[1]")
 
 

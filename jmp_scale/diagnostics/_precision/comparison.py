@@ -35,6 +35,11 @@ _LEAST, _MOST = 1.0, 2.0**24  # range of S of a `DynamicLossScale` by default
 _ROOM = 4  # overflows lie at least this factor above a recommended S
 _EXACT = 2.0**-8  # errors of a leaf that differ by less are those of rounding
 
+SEES_S = (
+    "a backward rule in the loss depends on the loss scale, because it clips, "
+    "normalizes, adds noise or has a tolerance. Clip outside of the loss, multiply the "
+    "rule's bound by S, or train in bfloat16 without a loss scale."
+)
 NOT_FINITE = "Float32 is not finite itself: run diagnose_nonfinite(loss, 1, ...)."
 
 
@@ -114,6 +119,8 @@ class GradientComparison(NamedTuple):
         than float32.
       loss_scales: the loss scales that were tried for `window`.
       window: the loss scales that work; None if none does, or none was tried.
+      scaled_float32_error: the error of the float32 gradient at `loss_scale`. It is
+        large if a backward rule in the loss, such as a clip, depends on S.
     """
 
     loss: float
@@ -126,6 +133,12 @@ class GradientComparison(NamedTuple):
     holds_half: bool = True
     loss_scales: tuple[float, ...] = ()
     window: Window | None = None
+    scaled_float32_error: float = 0.0
+
+    @property
+    def sees_scale(self) -> bool:
+        """Whether a backward rule in the loss depends on the loss scale."""
+        return _limit(self) < self.scaled_float32_error < math.inf
 
     @property
     def is_precise(self) -> bool:
@@ -152,9 +165,9 @@ class GradientComparison(NamedTuple):
             cells = f"{leaf.norm:.2e}", *shares, "yes" if leaf.finite else "no"
             rows.append((leaf_name(leaf.path), *cells))
         lines = [_verdict(self)]
-        if self.window:
+        if self.window and not self.sees_scale:
             lines.append(self.window.summary())
-        elif self.loss_scales:
+        elif self.loss_scales and not self.window:
             low, high = power(self.loss_scales[0]), power(self.loss_scales[-1])
             lines.append(f"No loss scale from {low} to {high} works.")
         losses = f"loss {self.half_loss:.6g}, in float32 {self.loss:.6g}"
@@ -170,7 +183,7 @@ def compare_gradients(
     loss_scales: Sequence[float] | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    transform: Function = jax.value_and_grad,
+    transform: Function | None = None,
 ) -> GradientComparison:
     """Compares the gradients of a half-precision and a float32 program.
 
@@ -201,21 +214,25 @@ def compare_gradients(
     # JAX adds up the cotangents of an array in its own dtype.
     wide = promote_to_float32(arrays)
     compiled = functools.partial(jax.jit, compiler_options=ALL_ROUNDINGS)
-    run = compiled(lambda arrays: full.run(1.0, rejoin(arrays)))
+    run = compiled(lambda s, arrays: full.run(s, rejoin(arrays)))
     run_half = compiled(lambda s, arrays: half.run(s, rejoin(arrays)))
     dtypes = narrow_dtypes(run_half.trace(jnp.float32(1.0), arrays).jaxpr)
     if loss_scales is None:
         loss_scales = _TRIED if "float16" in dtypes else ()
     tried = tuple(sorted(map(float, loss_scales)))
-    reference = Reference(run, wide)
+    reference = Reference(functools.partial(run, jnp.float32(1)), wide)
     found = reference.compared(*start.found(lambda s: run_half(s, arrays)))
     at = [reference.compared(run_half(jnp.float32(s), arrays), s) for s in tried]
+    # In float32, S changes a gradient only through a rule that is not linear.
+    s = found.loss_scale
+    scaled = reference.compared(run(jnp.float32(s), wide), s)
     works = [one.is_precise for one in at]
     errors = [[leaf.error for leaf in one.leaves if not leaf.is_noise] for one in at]
     return found._replace(
         holds_half=bool(dtypes),
         loss_scales=tried,
         window=window_of(tried, works, errors),
+        scaled_float32_error=scaled.error,
     )
 
 
@@ -332,6 +349,12 @@ def _verdict(found: GradientComparison) -> str:
         return NOT_FINITE
     if not found.holds_half:
         return "Nothing was compared: no number of half_loss is half precision."
+    if found.sees_scale:
+        return (
+            f"Not precise enough: the gradient is off by {percent(found.error)} at "
+            f"loss scale {power(found.loss_scale)}, and that of float32 by "
+            f"{percent(found.scaled_float32_error)}: {SEES_S}"
+        )
     # Another loss scale helps if any works.
     cure = "" if found.window else " sensitive_products finds what must stay float32."
     what = "gradient" if math.isfinite(found.half_loss) else "loss"

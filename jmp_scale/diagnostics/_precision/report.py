@@ -89,7 +89,7 @@ def precision_report(
     *args: PyTree,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    transform: Function = jax.value_and_grad,
+    transform: Function | None = None,
     opt_state: PyTree = None,
 ) -> PrecisionReport:
     """Finds the lines of a loss and its backward pass that half precision harms.
@@ -105,8 +105,10 @@ def precision_report(
         Arguments that are not arrays are static.
       argnums: positions of the differentiated arguments, as in JAX.
       has_aux: whether `fun` returns `(loss, aux)`.
-      transform: differentiates `fun`: `jax.value_and_grad` (default),
-        `flax.nnx.value_and_grad` or `equinox.filter_value_and_grad`.
+      transform: differentiates `fun`. None, the default, means `jax.value_and_grad`;
+        `flax.nnx.value_and_grad` if an NNX module is among the arguments; and, for an
+        Equinox module or if a leaf has no derivative (an integer, a key, a function),
+        `jax.value_and_grad` of the inexact arrays alone.
       opt_state: the optimizer's state. If it (or `args`) contains a state of
         `with_half_storage`, half-precision parameters are not an error.
 
@@ -128,7 +130,7 @@ def precision_report(
 
     with _noting_lost_constants() as (infinite, zero):
         program, output = _trace(checked_fun, args)
-        differentiated, pair = _trace(transform(checked_fun, **keywords), args)
+        differentiated, pair = _trace(checked.transform(checked_fun, **keywords), args)
     loss = output[0] if has_aux else output
     gradients = pair[1] if isinstance(pair, tuple) and len(pair) == 2 else None
     forward = Walk(program, caller, zero)

@@ -29,7 +29,13 @@ from ..._types import Arrays, Function, PyTree
 from .._backward import ALL_ROUNDINGS, Backward, Loss, Start, concrete_arrays, start_of
 from .._source import Place, begin_user_code, place_of
 from .._tables import percent, power, printed, table, with_progress
-from .comparison import NOT_FINITE, GradientComparison, Reference, judged_error
+from .comparison import (
+    NOT_FINITE,
+    SEES_S,
+    GradientComparison,
+    Reference,
+    judged_error,
+)
 from .facts import flops
 
 _NUMBER = re.compile(r"float32_or_half_(\d+)")
@@ -102,7 +108,7 @@ def sensitive_products(
     tolerance: float = 0.05,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    transform: Function = jax.value_and_grad,
+    transform: Function | None = None,
 ) -> SensitiveProducts:
     """Finds the matrix products that must stay float32 for a precise gradient.
 
@@ -158,8 +164,12 @@ def sensitive_products(
     before = after = judged_error(whole)
     keep, half = (), groups
     advice = f"Half precision changes the gradient by {percent(before)}"
+    if before == math.inf:
+        advice = "In half precision the loss or its gradient is not finite"
     if before <= tolerance:
         advice += ", which is precise enough."
+    elif tolerance < probe.error([]) < math.inf:
+        advice += f", and so does float32: {SEES_S}"
     elif cure := _loss_scale_at_fault(probe, start, tolerance):
         advice += cure
     else:
@@ -265,7 +275,9 @@ class Probe:
         def loss(*arrays: jax.Array) -> jax.Array:
             return self._loss.of(begin_user_code(self._loss.fun, *rejoin(arrays)))
 
-        with tracing(self._forward):
+        # As in `autocast`, the setting is no precision that a product asked for.
+        setting = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009
+        with tracing(self._forward), jax.default_matmul_precision(None):
             program = jax.make_jaxpr(loss)(*arrays)
         flagged = _Flagged(
             forward=self._forward,
@@ -273,6 +285,7 @@ class Probe:
             names=frozenset(),
             traces=Traces(),
             notes=Notes(warned=set()),
+            setting=setting,
             flags=flags,
             met=self._cast,
         )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -19,6 +20,7 @@ from .._source import is_own_wrapper
 from .._tables import printed
 from .origins import origin_of
 
+_RAISED = "(raised)"  # in place of a leaf
 _LOWEST_TRIED = -14  # log2 of S; some overflows persist at S = 1
 
 
@@ -38,7 +40,9 @@ class Diagnosis(NamedTuple):
         None; also for a mask of -inf that did no harm.
       operation: the operation that produced the NaN or infinity, in the backward pass
         unless the cause is "forward", such as "log gave NaN at /home/me/model.py:41".
-        None if it was an argument.
+        None if it was an argument. Or the error that a backward pass raised.
+      in_parameters: whether `nonfinite_argument` is a parameter that holds more than a
+        mask of -inf.
     """
 
     cause: Literal["none", "forward", "overflow", "nan"]
@@ -46,16 +50,28 @@ class Diagnosis(NamedTuple):
     finite_at_log2: int | None = None
     nonfinite_argument: str | None = None
     operation: str | None = None
+    in_parameters: bool = False
 
     def summary(self) -> str:
         """Returns the cause and a remedy, in one or two sentences."""
         if self.cause == "none":
             return "Loss and gradients are finite."
         operation = self.operation or "by an unknown operation"
+        if self.cause == "overflow" and self.path is None:
+            return (
+                "The backward pass raises an error at this loss scale, and none at "
+                f"2^{self.finite_at_log2}: {operation}."
+            )
         if self.cause == "overflow":
             return (
                 f"The gradients overflow, first in {self.path}, and are finite at loss "
                 f"scale 2^{self.finite_at_log2}: in the backward pass {operation}."
+            )
+        if self.in_parameters:
+            return (
+                f"{self.nonfinite_argument} is a parameter that is not finite: an "
+                "update made it so. No loss scale helps: go back to a checkpoint, and "
+                "find what in the optimizer is not finite (docs/optax.md)."
             )
         if self.nonfinite_argument and not self.operation:
             what = f"{self.nonfinite_argument} is not finite itself"
@@ -87,7 +103,7 @@ def diagnose_nonfinite(
     *args: PyTree,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    transform: Function = jax.value_and_grad,
+    transform: Function | None = None,
 ) -> Diagnosis:
     """Finds out why a step is not finite, by rerunning it at smaller loss scales.
 
@@ -114,20 +130,39 @@ def diagnose_nonfinite(
     leaves = jax.tree_util.tree_leaves_with_path(args)
     names = [f"args{jax.tree_util.keystr(p)}" for p, x in leaves if is_array(x)]
 
+    errors: list[RuntimeError] = []
+    paths: list[str] = []
+
     # S is an argument of the compiled function, so that it compiles once for all S.
     @jax.jit
     def flags(s: jax.Array, arrays: list[jax.Array]) -> Backward:
         return jax.tree.map(all_finite, loss.run(s, rejoin(arrays)))
 
     def run(s: float) -> tuple[bool, str | None]:
-        finite = jax.device_get(flags(jnp.float32(s), arrays))
+        try:
+            finite = jax.device_get(flags(jnp.float32(s), arrays))
+        except RuntimeError as error:  # of a solver, such as lineax.CG
+            errors.append(error)
+            return True, _RAISED
+        paths.extend(set(finite.paths) - {*paths})
         pairs = zip(finite.paths, finite.leaves, strict=True)
         return bool(finite.loss), next((path for path, flag in pairs if not flag), None)
 
+    def diagnosis(
+        cause: Literal["forward", "overflow", "nan"],
+        program: Function,
+        path: str | None,
+        finite_at: int | None = None,
+    ) -> Diagnosis:
+        _, given, operation = origin_of(program, arrays, names)
+        blamed = dict(zip(names, arrays, strict=True)).get(given or "")
+        is_trained = _words(given or "") in _trained(paths, argnums, len(args))
+        in_parameters = blamed is not None and is_trained and not _is_mask(blamed)
+        return Diagnosis(cause, path, finite_at, given, operation, in_parameters)
+
     loss_finite, path = run(s)
     if not loss_finite:
-        found = origin_of(lambda x: loss.of(fun(*rejoin(x))), arrays, names)
-        return Diagnosis("forward", path, None, *found[1:])
+        return diagnosis("forward", lambda x: loss.of(fun(*rejoin(x))), path)
     if path is None:
         return Diagnosis("none")
     finite_at = None
@@ -139,18 +174,45 @@ def diagnose_nonfinite(
             break
         # A leaf that still overflows at the smallest S overflows first as S grows.
         path, s = smaller, 2.0**log2_scale
+    if path == _RAISED:  # it raises at the smallest S that is not finite
+        if finite_at is None:
+            raise errors[0]
+        text = str(errors[-1]).strip().partition("\n")[0]
+        return Diagnosis("overflow", None, finite_at, operation=text)
 
     def leaf(loss: Loss, arrays: Arrays) -> PyTree:
         backward = loss.run(s, rejoin(arrays))
         return backward.leaves[backward.paths.index(path)]
 
+    cause = "nan" if finite_at is None else "overflow"
     # Without `autocast` first, which loses the line around jnp.linalg.norm.
     plain = dataclasses.replace(loss, fun=_plain(loss.fun))
-    found = origin_of(functools.partial(leaf, plain), arrays, names)
-    if not found.operation:
-        found = origin_of(functools.partial(leaf, loss), arrays, names)
-    cause = "nan" if finite_at is None else "overflow"
-    return Diagnosis(cause, path, finite_at, *found[1:])
+    found = diagnosis(cause, functools.partial(leaf, plain), path, finite_at)
+    if found.operation:
+        return found
+    return diagnosis(cause, functools.partial(leaf, loss), path, finite_at)
+
+
+def _trained(
+    paths: Sequence[str], argnums: int | Sequence[int], count: int
+) -> set[tuple[str, ...]]:
+    """Returns the words of differentiated leaves' names, from those of gradients."""
+    if isinstance(argnums, int):
+        return {("args", str(argnums % count), *_words(path)) for path in paths}
+    places = [str(n % count) for n in argnums]
+    split = [_words(path) for path in paths]
+    return {("args", places[int(first)], *rest) for first, *rest in split}
+
+
+def _words(path: str) -> tuple[str, ...]:
+    """Splits a name: NNX writes `['w'].value` for a gradient, `.w.value` for a leaf."""
+    return tuple(re.findall(r"\w+", path))
+
+
+def _is_mask(x: jax.Array) -> bool:
+    """Whether an array has finite elements, and is -inf elsewhere."""
+    finite = jnp.isfinite(x)
+    return bool(finite.any() & (finite | (x == -jnp.inf)).all())
 
 
 def _plain(fun: Function) -> Function:

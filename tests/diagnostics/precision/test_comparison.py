@@ -9,7 +9,7 @@ import pytest
 from losses import forgetful
 
 import jmp_scale.nnx
-from jmp_scale.diagnostics import compare_gradients
+from jmp_scale.diagnostics import compare_gradients, sensitive_products
 
 X = jnp.linspace(-1, 1, 128).reshape(32, 4)
 DYNAMIC = jmp_scale.DynamicLossScale(2.0**10)
@@ -148,3 +148,51 @@ def test_the_reference_adds_up_the_gradients_of_half_stored_weights_in_float32()
     half = jmp_scale.autocast(lambda t: rows(t) + (t @ t.T)[0, 0], "bfloat16")
     full = lambda t: rows(t) + jnp.dot(t, t.T)[0, 0]  # noqa: E731
     assert compare_gradients(half, full, table).error < 0.005
+
+
+def rule(backward):
+    """The identity, with this function of the cotangent as its backward pass."""
+
+    @jax.custom_vjp
+    def identity(x):
+        return x
+
+    identity.defvjp(lambda x: (x, None), lambda _, g: (backward(g),))
+    return identity
+
+
+NOISE = jax.random.normal(jax.random.key(3), (16, 16))
+RULES = {
+    "clip": lambda g: jnp.clip(g, -1e-3, 1e-3),
+    "normalize": lambda g: g / (1e-2 + jnp.linalg.norm(g)),
+    "noise": lambda g: g + 1e-2 * NOISE,
+    "threshold": lambda g: jnp.where(jnp.abs(g) > 6e-3, g, 0),
+    "reversal": lambda g: -3 * g,
+    "a bound that is not reached": lambda g: jnp.clip(g, -1e9, 1e9),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_backward_rule_that_depends_on_the_loss_scale_is_told(name, dtype):
+    mark = rule(RULES[name])
+
+    def loss(w, x):
+        return jnp.mean((mark(x @ w) - 1) ** 2)
+
+    w, x = jax.random.normal(jax.random.key(4), (2, 16, 16)) / 4
+    half_loss = jmp_scale.autocast(loss, dtype)
+    found = compare_gradients(half_loss, loss, w, x)
+    plain, scaled = (jax.grad(lambda w, s=s: s * loss(w, x))(w) / s for s in (1, 2**15))
+    error = jnp.linalg.norm(scaled - plain) / jnp.linalg.norm(plain)
+    assert found.scaled_float32_error == pytest.approx(float(error), abs=1e-4)
+    said = "a backward rule in the loss depends on the loss scale"
+    is_told = bool(error > 0.1)
+    assert is_told == (name in ("clip", "normalize", "noise", "threshold"))
+    assert (said in str(found), said in str(sensitive_products(loss, w, x))) == (
+        is_told,
+        is_told,
+    )
+    assert found.is_precise is not is_told
+    assert "not needed" not in str(found) or not is_told
+    assert compare_gradients(half_loss, loss, w, x, loss_scale=1).is_precise

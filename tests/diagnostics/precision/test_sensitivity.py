@@ -51,6 +51,24 @@ def test_what_is_recommended_works_as_pasted():
     assert compare_gradients(half_loss, loss, *args).is_precise
 
 
+@pytest.mark.parametrize("setting", ["float32", "tensorfloat32"])
+def test_products_are_those_of_autocast_whatever_precision_is_set(setting):
+    """As `import dynamax` sets it, for what stays float32."""
+
+    def loss(w, x):
+        return jnp.mean((x @ w @ w.T + 1) ** 2)
+
+    args = 400 * jnp.eye(16), 400 * jnp.ones((16, 16))
+    with jax.default_matmul_precision(setting):
+        found = sensitive_products(loss, *args)
+        half = jmp_scale.autocast(loss, "float16")
+        measured = compare_gradients(half, loss, *args)
+        share = precision_report(half, *args).half_share
+    assert (found.error_before, measured.error, share) == (jnp.inf, jnp.inf, 1)
+    assert "precise enough" not in found.advice
+    assert len(found.products) == 1
+
+
 def heat_map(w, x):  # its derivative does not depend on the 100
     positions = jnp.broadcast_to(100 + jnp.arange(16.0)[:, None], (16, 4))
     return jnp.mean(jax.nn.softmax(x @ w) @ positions)

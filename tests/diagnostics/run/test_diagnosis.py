@@ -3,10 +3,12 @@
 import inspect
 import re
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from helpers import count_traces, one_of
 from losses import forgetful
 
@@ -80,6 +82,73 @@ def zero_by_zero(w, x):
 
 def log_of_zero(w, x):
     return jnp.sum(jnp.log((x @ w) * 0))  # !log gave infinity
+
+
+class Model(nnx.Module):
+    """A parameter, and a statistic that no optimizer updates."""
+
+    def __init__(self, w, mean):
+        self.w, self.mean = nnx.Param(w), nnx.BatchStat(mean)
+
+
+BAD = jnp.ones((4, 4)).at[0, 0].set(jnp.nan)
+GOOD = jnp.ones((4, 4))
+UPDATED = {
+    "a leaf": (lambda p, x: (x @ p["w"]).sum(), ({"w": BAD}, GOOD), 0, "args[0]['w']"),
+    "second": (lambda x, w: (x @ w).sum(), (GOOD, BAD), -1, "args[1]"),
+    "of two": (lambda x, w: (x @ w).sum(), (GOOD, BAD), (1, 0), "args[1]"),
+    "inf": (lambda w, x: (x @ w).sum(), (GOOD * jnp.inf, GOOD), 0, "args[0]"),
+    "NNX": (lambda m, x: (x @ m.w).sum(), (Model(BAD, GOOD), GOOD), 0, "args[0].w"),
+}
+
+
+@pytest.mark.parametrize("name", UPDATED)
+def test_a_parameter_that_is_not_finite_was_made_so_by_an_update(name):
+    loss, args, argnums, leaf = UPDATED[name]
+    diagnosis = diagnose(loss, 8, *args, argnums=argnums)
+    assert diagnosis.in_parameters
+    assert diagnosis.nonfinite_argument.startswith(leaf)
+    assert "is a parameter that is not finite: an update made it so" in str(diagnosis)
+
+
+NOT_UPDATED = {
+    "the batch": (lambda w, x: (x @ w).sum(), (GOOD, BAD)),
+    "a statistic": (lambda m, x: (m.mean * (x @ m.w)).sum(), (Model(GOOD, BAD), GOOD)),
+    "a mask in the model": (
+        lambda m, x: jax.nn.softmax(x + m["mask"]).sum() + m["w"].sum(),
+        ({"mask": jnp.zeros((4, 4)).at[0].set(-jnp.inf), "w": GOOD}, GOOD),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_UPDATED)
+def test_what_no_update_made_is_not_blamed_on_one(name):
+    loss, args = NOT_UPDATED[name]
+    diagnosis = diagnose(loss, 8, *args)
+    assert diagnosis.cause != "none"
+    assert not diagnosis.in_parameters
+
+
+def test_a_backward_pass_that_raises_is_diagnosed_by_the_scale_where_it_does_not():
+    @jax.custom_vjp
+    def solve(x):
+        return x
+
+    def backward(_, g):
+        return (eqx.error_if(g, jnp.max(jnp.abs(g)) > 1000, "did not converge"),)
+
+    solve.defvjp(lambda x: (x, None), backward)
+    diagnosis = diagnose(lambda w: solve(w).sum(), 2.0**15, jnp.ones(3))
+    assert (diagnosis.cause, diagnosis.finite_at_log2) == ("overflow", 9)
+    assert "raises an error at this loss scale, and none at 2^9" in str(diagnosis)
+
+
+def test_a_backward_pass_that_raises_at_every_scale_raises():
+    def loss(w):
+        return eqx.error_if(w, w.sum() > 0, "no model").sum()
+
+    with pytest.raises(RuntimeError, match="no model"):
+        diagnose(loss, 8, jnp.ones(3))
 
 
 def cast_beside_a_mask(w, x):

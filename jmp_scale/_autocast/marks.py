@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
@@ -18,12 +19,10 @@ from .._contexts import UNSCALED
 from .._jaxpr import Program, bare, shape, variables
 from .._tree import is_module
 from .._validation import callers, require_callable
+from .derivatives import with_value
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
-# Name of the functions with a rule of their own that `autocast` makes: in a traced
-# program it tells the report that autocast was there.
-CAST = "autocast_products"
 _EXEMPT = "keep_float32"  # name of a scope
 # What may stand between a `value_and_grad` and the function that it differentiates.
 _TRANSFORMS = re.compile(r"(jax|equinox|flax\.nnx|contextlib|jmp_scale\.nnx)\b")
@@ -99,6 +98,7 @@ def _run_halved(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     half, _ = _TRACING.value
     if not half:
         return fun(*args, **kwargs)
+    args, kwargs = jax.tree.map(functools.partial(_in_range, half), (args, kwargs))
     args, kwargs = _cast((args, kwargs), "float32", half)
     with _TRACING((half, True)):
         return _cast(fun(*args, **kwargs), half, "float32")
@@ -167,6 +167,21 @@ def is_unscaled(jaxpr: Program) -> bool:
             factors = (eqn for eqn in inner.eqns if eqn.primitive.name == "mul")
             return scalars.isdisjoint(v for eqn in factors for v in eqn.outvars)
     return False
+
+
+def _in_range(half: str, x: Any) -> Any:
+    """Returns `x`, with the finite values of a mask that a dtype can hold.
+
+    A row that is masked by infinities has gradients of NaN. Less far below the range
+    are values that overflow: they do.
+    """
+    if getattr(x, "dtype", None) != jnp.float32:
+        return x
+    least = jnp.finfo(half).min.astype(jnp.float32)
+    numpy: Any = np if isinstance(x, np.ndarray) else jnp
+    is_mask = numpy.isfinite(x) & (x < min(least, -1e8))
+    value = numpy.where(is_mask, least, x)
+    return value if numpy is np else with_value(x, value)
 
 
 def _cast(tree: T, old: str, new: str) -> T:

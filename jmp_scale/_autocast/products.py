@@ -15,8 +15,8 @@ from jax.typing import DTypeLike
 from .. import _jaxpr
 from .._jaxpr import PRODUCTS, Atom, Jaxpr, JaxprEqn, NameStack, Var, variables
 from .._policy import is_half
+from .derivatives import CAST
 from .dot_general import OperandSizes, split_sizes, wide_dot_general
-from .marks import CAST
 from .rounding import widened
 
 _DEFAULT = lax.Precision.DEFAULT

@@ -503,6 +503,43 @@ def test_the_inner_one_of_in_half_and_keep_float32_decides():
         assert products(half, W, X) == [BF16, wanted]
 
 
+def masked_attention(w, bias):
+    """Also of rows that see nothing, as those of padding."""
+
+    def attend(q, k, v, bias):
+        scores = (q @ k.T).astype("float32") / 4 + bias
+        return jax.nn.softmax(scores).astype(v.dtype) @ v
+
+    return mean_square(in_half(attend)(X @ w, X @ w.T, X, bias))
+
+
+LEAST = float(jnp.finfo("float32").min)
+MASKS = [("bfloat16", LEAST), *(("float16", -v) for v in (1e9, 1e10, 1e30, -LEAST))]
+
+
+@pytest.mark.parametrize("numpy", one_of(2, [jnp, np]))
+@pytest.mark.parametrize(("dtype", "value"), MASKS)
+def test_a_row_of_a_finite_mask_has_a_finite_gradient_in_half(dtype, value, numpy):
+    # The last three rows see nothing.
+    seen = np.tri(8, dtype=bool) & (np.arange(8) < 5)[:, None]
+    bias = numpy.where(seen, numpy.float32(0), numpy.float32(value))
+    half = autocast(lambda w: masked_attention(w, bias), dtype)
+    held = jnp.maximum(bias, jnp.finfo(dtype).min.astype("float32"))
+    w, wanted = W, jax.jit(jax.grad(masked_attention))(W, held)
+    for _ in range(2):
+        got = jax.jit(jax.grad(half))(w)
+        assert_norm_close(got, wanted, 0.03)
+        w = w - 1e-3 * got
+
+
+def test_in_half_changes_no_infinity_and_no_overflow():
+    values = jnp.array([-jnp.inf, LEAST, -1e9, -1e6, -7e4, 1e9, jnp.inf, jnp.nan])
+    same = autocast(lambda x, w: (in_half(lambda x: x * 1)(x), w @ w), "float16")
+    low, inf = float(jnp.finfo("float16").min), np.inf
+    wanted = [-inf, low, low, -inf, -inf, inf, inf, np.nan]
+    np.testing.assert_array_equal(same(values, W)[0], wanted)
+
+
 def pallas_kernel(x, w):
     def body(x, w, y):
         y[...] = x[...] @ w[...]

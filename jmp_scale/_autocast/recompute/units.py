@@ -21,6 +21,7 @@ from ... import _jaxpr
 from ..._jaxpr import JaxprEqn, NameStack, Var
 from ..._types import Arrays
 from ..derivatives import (
+    CAST,
     ByPosition,
     linear,
     live_of,
@@ -31,7 +32,6 @@ from ..derivatives import (
 )
 from ..higher_order import Part
 from ..interpreter import Interpreter
-from ..marks import CAST
 from ..products import Product
 from ..provenance import Reading
 from ..values import Values

@@ -8,7 +8,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from ... import _jaxpr
-from ..._autocast.marks import CAST
+from ..._autocast.derivatives import CAST
 from ..._jaxpr import Atom, Loop, Program, bare, dtype_name, fits, open_jaxpr
 from ..._policy import is_half
 from ..._types import Leaf

@@ -32,7 +32,6 @@ from ..higher_order import Part
 from ..interpreter import Interpreter
 from ..marks import CAST
 from ..products import Product
-from ..provenance import Reading
 from ..values import Values
 from .islands import on_gpu, reached_by, softmax_from, softmaxes_of
 from .plan import Unit, make_plan
@@ -58,24 +57,24 @@ class RecomputingInterpreter(Interpreter):
         nested = dataclasses.replace(self, recompute=recompute)
         return Interpreter.within(nested, eqn, part_of)
 
-    def evaluate_steps(self, reading: Reading, values: Values) -> None:
+    def evaluate_steps(self, values: Values) -> None:
         if not self.recompute:
-            return super().evaluate_steps(reading, values)
-        for part in make_plan(reading):
+            return super().evaluate_steps(values)
+        for part in make_plan(values.reading):
             if isinstance(part, Unit):
                 with part.jaxpr.eqns[-1].ctx.manager:
-                    self.evaluate_unit(part, reading, values)
+                    self.evaluate_unit(part, values)
             else:
-                self.evaluate_step(part, reading, values)
+                self.evaluate_step(part, values)
 
-    def evaluate_unit(self, unit: Unit, reading: Reading, values: Values) -> None:
+    def evaluate_unit(self, unit: Unit, values: Values) -> None:
         """Adds the values that an island and its products compute."""
         inputs = unit.jaxpr.invars
         args = (
             [values[v] for v in inputs],
-            [self.operand(v, reading, values) for v in unit.passed],
-            [self.saved(v, reading, values, as_is=True) for v in inputs],
-            [self.saved(v, reading, values, as_is=v in inputs) for v in unit.passed],
+            [self.operand(v, values) for v in unit.passed],
+            [self.saved(v, values, as_is=True) for v in inputs],
+            [self.saved(v, values, as_is=v in inputs) for v in unit.passed],
         )
         # Equal units share a function, if what they do not compare is equal too.
         scopes = unit.scope, tuple(product.scope for product, _ in unit.products)
@@ -84,10 +83,10 @@ class RecomputingInterpreter(Interpreter):
         outputs = unit.results
         for i, x in results.saved.items():
             values.casts[outputs[i], self.forward] = x
-        self.add({outputs[i]: x for i, x in results.island.items()}, reading, values)
+        self.add({outputs[i]: x for i, x in results.island.items()}, values)
         self.notes.any_half |= bool(unit.products)
         made = {unit.products[k][0].result: x for k, x in results.products.items()}
-        self.add(made, reading, values)
+        self.add(made, values)
 
     def tangent_of(self, product: Product) -> Callable[..., jax.Array]:
         # The cotangent is then half precision, and an array of its own.

@@ -35,9 +35,9 @@ def _noted(note: Callable[[], None], primals: Any, tangents: Any) -> Any:
 no_tangent = SymbolicZero.from_primal_value
 
 
-def live_of(tangents: Sequence[Any]) -> ByPosition:
-    """Returns the tangents of differentiated inputs, by position."""
-    found = enumerate(tangents)
+def live_of(tangents: Sequence[Any], first: int = 0) -> ByPosition:
+    """Returns the tangents of differentiated inputs, by position from the first on."""
+    found = enumerate(tangents, first)
     return {i: t for i, t in found if not isinstance(t, SymbolicZero)}
 
 

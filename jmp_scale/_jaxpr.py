@@ -38,32 +38,41 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Sets of primitives by their properties, by the names in a printed jaxpr.
+# Sets of primitives by their properties, by the names in a printed jaxpr. Each says who
+# reads it, and which new primitives join it. tests/test_jaxpr.py lists what is in none.
 
-# Matrix products and convolutions.
+# Matrix products and convolutions, which `autocast` casts. A new one joins if lower
+# precision makes it faster: CONTRIBUTING.md, "A product primitive".
 PRODUCTS = words("conv_general_dilated dot_general ragged_dot_general")
-# Calls of a function without a custom derivative rule.
+# Calls of a function without a custom derivative rule. `autocast` opens them, and
+# diagnostics look for a NaN in them. A new one joins if its one jaxpr has its operands.
 CALLS = words("closed_call eval_jaxpr jit")
 
 # The result has each element of the only operand once, in another order or shape.
+# `autocast` moves such an operation of an operand into the product that reads it.
 REARRANGES = words("copy reshape rev sharding_constraint squeeze transpose")
-# Elements of the result are elements of the first operand; the others say where.
+# Elements of the result are elements of the first operand; the others say where. For
+# `autocast` a slice of a weight is a weight, whatever chooses it.
 LOOKUPS = words("dynamic_slice gather")
-# Elements of the result are elements of the first operand, possibly cast.
+# Elements of the result are elements of the first operand, possibly cast. `autocast`
+# looks through them for how an operand is stored, the precision report for a cast.
 SAME_ENTRIES = REARRANGES | words("""
     broadcast_in_dim convert_element_type device_put dynamic_slice gather name
     optimization_barrier pbroadcast pvary reduce_precision slice stop_gradient tile
 """)
-# The result is linear in floating-point operands, so that no derivative reads them.
+# The result is linear in floating-point operands, so that no derivative reads them. The
+# plan of `autocast` then does not save these.
 LINEAR = REARRANGES | words("""
     add add_any broadcast_in_dim concatenate conj convert_element_type dynamic_slice
     gather imag name neg optimization_barrier pad pbroadcast pick pvary real reduce_sum
     reshard round_gradient select_n slice split stack stop_gradient sub tile
 """)
-# The result counts as a parameter if an operand is a parameter.
+# The result counts as a parameter if an operand is a parameter. `autocast` asks it for
+# a vector times a matrix: with a parameter it is one row of a batch.
 SCALINGS = LINEAR | words("div mul")
-# The result is cheaper to recompute than to save. `gather` is excluded: on a sharded
-# table, recomputing it costs communication.
+# The result is cheaper to recompute than to save, which the plan of `autocast` does. A
+# new primitive joins if it is elementwise, a sum or a move. `gather` is excluded: on a
+# sharded table, recomputing it costs communication.
 CHEAP = LINEAR - {"gather"} | words("""
     abs acos acosh and argmax argmin asin asinh atan atan2 atanh bitcast_convert_type
     cbrt ceil clamp cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
@@ -73,11 +82,13 @@ CHEAP = LINEAR - {"gather"} | words("""
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh xor
 """)
 # Parts of the names of primitives that wait for a condition, or pass their operands to
-# the host: io_callback, pure_callback, debug_callback, pallas_call.
+# the host: io_callback, pure_callback, debug_callback, pallas_call. An update with one
+# of them is a branch, which a skipped step does not take (`_scaling.skip`).
 WAITS_OR_SHOWS = words("while cond check callback ffi_call custom_call pallas")
 
 # Primitives of JAX that are not in any public module, and Equinox's primitives, which
-# mark values and compute nothing.
+# mark values and compute nothing. The precision report says of others that it does not
+# read them. A new one joins if `jax.lax` does not have it.
 _UNLISTED = words("""
     addupdate freeze new_ref pbroadcast platform_index psum_invariant pvary
     ragged_dot_general random_clone random_unwrap random_wrap reduce_scatter reshard
@@ -254,6 +265,28 @@ def fits(jaxpr: Program, inputs: int, outputs: int) -> bool:
     """Whether a nested jaxpr has these numbers of inputs and outputs."""
     inner = bare(jaxpr)
     return len(inner.invars) == inputs and len(inner.outvars) == outputs
+
+
+class Body(NamedTuple):
+    """A nested program that an equation runs."""
+
+    program: Program
+    places: Sequence[int]  # for each input, the position of the equation's operand
+
+
+def bodies(eqn: JaxprEqn) -> list[Body]:
+    """Returns the programs that an equation runs, of which a `cond` runs one.
+
+    The list is empty if there is none, or if it is not known what its inputs are.
+    """
+    if loop := loop_of(eqn):
+        return [Body(loop.body, range(loop.offset, len(eqn.invars)))]
+    programs, name = subjaxprs(eqn), name_of(eqn)
+    places = range(1 if name == "cond" else 0, len(eqn.invars))
+    is_one = len(programs) == 1 and name not in ("scan", "while")
+    known = all(fits(each, len(places), len(eqn.outvars)) for each in programs)
+    is_read = known and (is_one or name == "cond")
+    return [Body(each, places) for each in programs] if is_read else []
 
 
 def name_of_call(eqn: JaxprEqn) -> str:

@@ -1,7 +1,7 @@
 """Mesh axes: finds where devices may disagree, and makes them agree."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ._types import Function, Leaf, Mesh, PyTree
 
+T = TypeVar("T")
 AxisName = str | Sequence[str] | None
 Axes = tuple[str, ...]
 Specs = tuple[PartitionSpec, ...]  # of the leaves
@@ -54,10 +55,10 @@ def reshard_like(x: Leaf, like: Leaf) -> Leaf:
 
 
 def if_on_one_device(
-    alone: Callable[[PyTree], jax.Array],
-    sharded: Callable[[PyTree], jax.Array],
+    alone: Callable[[PyTree], T],
+    sharded: Callable[[PyTree], T],
     arrays: PyTree,
-) -> jax.Array:
+) -> T:
     """Returns `alone(arrays)` if all lie on one device, else `sharded(arrays)`."""
     mesh = _mesh_of(jax.tree.leaves(arrays))
     if mesh.empty:

@@ -42,9 +42,9 @@ def on_gpu(fun: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     return lax.platform_dependent(x, cuda=fun, rocm=fun, default=lambda x: x)
 
 
-def live_of(tangents: Sequence[Any]) -> ByPosition:
-    """Returns the tangents of differentiated inputs, by position."""
-    found = enumerate(tangents)
+def live_of(tangents: Sequence[Any], first: int = 0) -> ByPosition:
+    """Returns the tangents of differentiated inputs, by position from the first on."""
+    found = enumerate(tangents, first)
     return {i: t for i, t in found if not isinstance(t, SymbolicZero)}
 
 

@@ -44,7 +44,7 @@ from .higher_order import (
 )
 from .marks import Met, meet
 from .products import Product, becomes_half, has_products
-from .provenance import Origin, Reading, Step, read
+from .provenance import Origin, Rules, Step, read
 from .values import Stored, Values
 
 
@@ -112,63 +112,55 @@ class Interpreter:
             is_given = origin or _jaxpr.is_float32(v)
             if isinstance(x, jax.Array) and is_half(x.dtype) and is_given:
                 inputs[v] = Stored.of(x)
-        reading = read(
-            jaxpr,
-            origins,
+        stored = {v: x.half.dtype for v, x in inputs.items() if isinstance(x, Stored)}
+        rules = Rules(
             self.forward,
-            is_exempt=self._is_exempt,
-            has_float32_result=self._has_float32_result,
-            share_casts=self.share_casts,
-            stored={
-                v: x.half.dtype for v, x in inputs.items() if isinstance(x, Stored)
-            },
-            in_loop=self.in_loop,
-            backward=self.backward,
+            self.backward,
+            self._is_exempt,
+            self._has_float32_result,
+            self.share_casts,
+            self.in_loop,
         )
-        found = Values()
+        reading = read(jaxpr, origins, rules, stored)
+        found = Values(reading)
         for v, x in inputs.items():
             found.put(v, x)
-        for v, x in reading.constants.items():
-            found.put(v, Stored.of(x) if v in reading.stored else x)
-        for v in (*reading.jaxpr.invars, *reading.constants):
             if v in reading.shared:
                 found[v] = self.rounded(found[v])
-        self.evaluate_steps(reading, found)
+        for v, x in reading.constants.items():
+            found.put(v, Stored.of(x) if v in reading.stored else x)
+        self.evaluate_steps(found)
         return _jaxpr.results_of(reading.jaxpr, found)
 
-    def evaluate_steps(self, reading: Reading, values: Values) -> None:
+    def evaluate_steps(self, values: Values) -> None:
         """Adds the values of all variables whose values are wanted."""
-        for step in reading.steps:
-            self.evaluate_step(step, reading, values)
+        for step in values.reading.steps:
+            self.evaluate_step(step, values)
 
-    def evaluate_step(self, step: Step, reading: Reading, values: Values) -> None:
+    def evaluate_step(self, step: Step, values: Values) -> None:
         """Adds the values of an equation's results."""
         eqn = step.eqn
         with eqn.ctx.manager:  # settings and mesh, as they were traced
             self.notes.any_half |= step.product is not None
             if step.half_product:
-                results = [self.evaluate_product(step.half_product, reading, values)]
+                results = [self.evaluate_product(step.half_product, values)]
             elif step.product:
-                results = [self._in_own_dtype(step.product, reading, values)]
+                results = [self._in_own_dtype(step.product, values)]
             elif step.kind == "move":
-                results = [self._moved(eqn, reading, values)]
+                results = [self._moved(eqn, values)]
             else:
-                results = self._as_traced(step, reading, values)
-            self.add(dict(zip(eqn.outvars, results, strict=True)), reading, values)
+                results = self._as_traced(step, values)
+            self.add(dict(zip(eqn.outvars, results, strict=True)), values)
 
-    def add(self, results: Mapping[Var, Any], reading: Reading, values: Values) -> None:
+    def add(self, results: Mapping[Var, Any], values: Values) -> None:
         """Adds values; those that have names are named."""
         for v, x in results.items():
-            values.put(
-                v, self.named(v, x, reading, values) if v in reading.names else x
-            )
+            values.put(v, self.named(v, x, values) if v in values.reading.names else x)
 
-    def named(
-        self, v: Var, x: jax.Array, reading: Reading, values: Values
-    ) -> jax.Array:
+    def named(self, v: Var, x: jax.Array, values: Values) -> jax.Array:
         """Names the result of a product; a policy saves results by their names."""
-        dtype = self.forward if v in reading.halves else x.dtype
-        saved = checkpoint_name(x.astype(dtype), reading.names[v])
+        dtype = self.forward if v in values.reading.halves else x.dtype
+        saved = checkpoint_name(x.astype(dtype), values.reading.names[v])
         values.casts[v, dtype] = saved
         return saved.astype(x.dtype)
 
@@ -177,33 +169,31 @@ class Interpreter:
         dtypes = self.backward, self.forward
         return with_value(*(x.astype(d).astype(x.dtype) for d in dtypes))
 
-    def evaluate_product(
-        self, product: Product, reading: Reading, values: Values
-    ) -> jax.Array:
+    def _shared(self, v: Var, x: Any, values: Values) -> Any:
+        """Returns a value, rounded if all operations read the cast of it."""
+        return self.rounded(x) if v in values.reading.shared else x
+
+    def evaluate_product(self, product: Product, values: Values) -> jax.Array:
         """Evaluates a product in half precision, which has half-precision gradients."""
-        operands = [self.operand(v, reading, values) for v in product.operands]
-        copies = [self.saved(v, reading, values) for v in product.operands]
+        operands = [self.operand(v, values) for v in product.operands]
+        copies = [self.saved(v, values) for v in product.operands]
         others = [values[v] for v in product.jaxpr.invars[2:]]
         # Equal products share a function, if they name the same scopes.
         facts = self, product, product.scope
         return self.traces.made(Interpreter._product, *facts)(operands, copies, others)
 
-    def _in_own_dtype(
-        self, product: Product, reading: Reading, values: Values
-    ) -> jax.Array:
+    def _in_own_dtype(self, product: Product, values: Values) -> jax.Array:
         inputs = [values[v] for v in product.jaxpr.invars]
         with _jaxpr.scope(product.scope):
             result = product.forward(product.dtype or self.forward, *inputs)
-        return self.rounded(result) if product.result in reading.shared else result
+        return self._shared(product.result, result, values)
 
-    def operand(self, v: Var, reading: Reading, values: Values) -> jax.Array:
+    def operand(self, v: Var, values: Values) -> jax.Array:
         """Returns the array to which products pass the gradient of an operand."""
-        in_half = reading.is_data(v) and _jaxpr.is_float32(v)
+        in_half = values.reading.is_data(v) and _jaxpr.is_float32(v)
         return values.cast(v, self.backward) if in_half else values[v]
 
-    def saved(
-        self, v: Var, reading: Reading, values: Values, *, as_is: bool = False
-    ) -> jax.Array:
+    def saved(self, v: Var, values: Values, *, as_is: bool = False) -> jax.Array:
         """Returns the residual of a value: its half-precision copy, or itself.
 
         Weights are cast once for both passes: where they are split over devices, the
@@ -213,8 +203,8 @@ class Interpreter:
         """
         if v in values.stored:
             return values.stored[v].copy
-        as_is = as_is or (self.in_loop and v in reading.given)
-        if v not in reading.halves and (as_is or not _jaxpr.is_float32(v)):
+        as_is = as_is or (self.in_loop and v in values.reading.given)
+        if v not in values.reading.halves and (as_is or not _jaxpr.is_float32(v)):
             return values[v]
         return values.cast(v, self.forward)
 
@@ -283,12 +273,10 @@ class Interpreter:
         self.notes.there.update(met.there)
         return met
 
-    def _as_traced(
-        self, step: Step, reading: Reading, values: Values
-    ) -> Sequence[jax.Array]:
+    def _as_traced(self, step: Step, values: Values) -> Sequence[jax.Array]:
         """Evaluates an equation as it is, or one whose nested jaxprs hold products."""
         eqn, is_call = step.eqn, step.kind == "call"
-        results = self._call(eqn, reading, values) if is_call else None
+        results = self._call(eqn, values) if is_call else None
         if results is None:
             inputs = self._inputs(eqn, values)
             if _jaxpr.subjaxprs(eqn):
@@ -296,15 +284,15 @@ class Interpreter:
             eqn = with_algorithms_by_platform(with_precision(eqn, self.setting))
             results = _jaxpr.evaluate(eqn, inputs)
         pairs = zip(eqn.outvars, results, strict=True)
-        return [self.rounded(x) if v in reading.shared else x for v, x in pairs]
+        return [self._shared(v, x, values) for v, x in pairs]
 
-    def _moved(self, eqn: JaxprEqn, reading: Reading, values: Values) -> Stored:
+    def _moved(self, eqn: JaxprEqn, values: Values) -> Stored:
         """Moves both arrays of a stored one."""
         moved, *others = eqn.invars
         wide, half, is_constant = values.stored[_jaxpr.variables([moved])[0]]
         others = [_jaxpr.value_of(v, values) for v in others]
         # Devices then add up its gradient in half precision.
-        wide = wide.astype(half.dtype) if reading.is_sent(eqn) else wide
+        wide = wide.astype(half.dtype) if values.reading.is_sent(eqn) else wide
         wide, half = (_jaxpr.evaluate(eqn, [x, *others])[0] for x in (wide, half))
         return Stored(wide.astype(jnp.float32), half, is_constant)
 
@@ -353,15 +341,13 @@ class Interpreter:
                 operands[i] = stored.as_constant()
         return operands
 
-    def _call(self, eqn: JaxprEqn, reading: Reading, values: Values) -> Arrays | None:
+    def _call(self, eqn: JaxprEqn, values: Values) -> Arrays | None:
         """Evaluates an equation with products in nested jaxprs, if it can be read."""
         operands = self._operands(eqn, values)
 
         def origin_of(place: int | None) -> Origin:
-            if place is None:
-                return Origin.DATA
-            atom = eqn.invars[place]
-            return reading.origin(atom) if isinstance(atom, Var) else Origin.ARGUMENTS
+            known = place is not None
+            return values.reading.origin(eqn.invars[place]) if known else Origin.DATA
 
         def body(
             jaxpr: Program,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -28,11 +29,11 @@ from .products import (
 )
 
 _INTEGERS = "bool", "int", "uint"
-# They run as calls if they pick entries.
+# Calls that are evaluated anew if they pick entries.
 _CALLS = "scan", "scan3", "while", "cond", "remat2", "shard_map"
 
-# Of arrays that are stored in half precision these move entries as stored: rows and
-# what devices send, and outside of loops what both passes then read.
+# Operations on an array that is stored in half precision which move the stored array
+# itself: rows and what devices send, and outside of loops what both passes then read.
 _SENDS = _jaxpr.words("all_gather gather ppermute reshard")
 _MOVES = _SENDS | _jaxpr.REARRANGES - {"sharding_constraint"}
 # "product": it becomes half precision. "own": a product in the dtype of an operand,
@@ -50,7 +51,7 @@ class Origin(enum.IntEnum):
 
 
 class Provenance(NamedTuple):
-    """Where a value comes from. A variable without an entry has these defaults."""
+    """Where a value comes from. The defaults are those of a value that may be any."""
 
     origin: Origin = Origin.DATA
     is_constant: bool = False  # computed from integers and constants alone
@@ -60,7 +61,23 @@ class Provenance(NamedTuple):
     has_float32_grad: bool = False
 
 
-_DATA = Provenance()
+class Provenances(dict[Var, Provenance]):
+    """The provenance of each variable; nothing is known of one without an entry."""
+
+    def __missing__(self, v: Var) -> Provenance:
+        return Provenance()
+
+    def is_parameter(self, v: Var) -> bool:
+        """Whether a value is an argument or constant, perhaps moved or scaled."""
+        return self[v].origin is Origin.PARAMETER
+
+    def is_constant(self, v: Var) -> bool:
+        """Whether a value is computed from integers and constants alone."""
+        return self[v].is_constant
+
+    def all_have(self, inputs: Iterable[Var], fact: str) -> bool:
+        """Whether a fact, such as "is_fixed", holds for all values."""
+        return all(getattr(self[v], fact) for v in inputs)
 
 
 class Step(NamedTuple):
@@ -86,51 +103,56 @@ class Step(NamedTuple):
         return self.product if self.kind == "product" else None
 
 
+class Rules(NamedTuple):
+    """How programs are read, all that are nested in one program alike."""
+
+    dtype: np.dtype  # of products of the forward pass
+    backward: np.dtype  # of the others
+    # Whether a name keeps a product float32, or a call with products; and whether one
+    # keeps the result of a product float32.
+    is_exempt: Callable[[JaxprEqn], bool] = never
+    has_float32_result: Callable[[JaxprEqn], bool] = never
+    share_casts: bool = False  # all operations read the cast of what a product reads
+    in_loop: bool = False  # whether the program is the body of a loop
+
+
 @dataclasses.dataclass(eq=False)
 class Reading:
-    """A program as `autocast` reads it, without calls that it opens.
+    """A program as `autocast` reads it, without the calls that it opens."""
 
-    `dtype`, `backward` and the two functions are those of `read`.
-    """
-
-    dtype: np.dtype
-    backward: np.dtype
-    is_exempt: Callable[[JaxprEqn], bool]
-    has_float32_result: Callable[[JaxprEqn], bool]
+    rules: Rules
     jaxpr: Jaxpr
     constants: dict[Var, Leaf]  # values, by variable
     stored: dict[Var, np.dtype]  # of what is stored in half precision, perhaps moved
-    in_loop: bool
     given: Mapping[Var, Provenance]  # of inputs and constants that are not data
-    provenance: dict[Var, Provenance] = dataclasses.field(init=False)
-    # The equations of `jaxpr` whose results or effects are wanted.
-    steps: list[Step] = dataclasses.field(default_factory=list)
-    # Names that the program gives to results of products, which have them in the dtype
-    # in which they are saved: policies of `jax.checkpoint` save what has a name.
-    names: dict[Var, str] = dataclasses.field(default_factory=dict)
-    # Float32 variables whose half-precision copies are exact, and of these the ones of
-    # which all operations read one cast.
-    halves: set[Var] = dataclasses.field(default_factory=set)
-    shared: set[Var] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.provenance = {**self.given}
+        self.provenance = Provenances(self.given)
+        # The equations of `jaxpr` whose results or effects are wanted.
+        self.steps: list[Step] = []
+        # `checkpoint_name`s of results of products. The name moves to the array that is
+        # saved, because policies of `jax.checkpoint` save what has a name.
+        self.names: dict[Var, str] = {}
         self._maker: dict[Var, Step] = {}
-        self._tables: set[Var] = set()  # of which rows are looked up
-        for eqn in reversed(self.jaxpr.eqns if self.stored else ()):
-            is_sent_on = eqn.primitive.name == "reshard" and self._is_table(eqn)
-            if looks_up_rows(eqn) or is_sent_on:
-                self._tables.update(variables(eqn.invars[:1]))
+        self._tables = _tables_of(self.jaxpr)
         self._near_expensive = read_by_expensive(self.jaxpr)
         for eqn in self.jaxpr.eqns:
             for each in self._with_rounding(eqn):
-                self._add(self._step(self._without_name(each)))
-
-    def _add(self, step: Step) -> None:
-        self.steps.append(step)
-        self._maker.update(dict.fromkeys(step.eqn.outvars, step))
-        if found := self._provenance(step):
-            self.provenance.update(dict.fromkeys(step.eqn.outvars, found))
+                step = self._step(self._without_name(each))
+                self.steps.append(step)
+                self._maker.update(dict.fromkeys(each.outvars, step))
+                found = self._provenance(step)
+                self.provenance.update(dict.fromkeys(each.outvars, found))
+        self._drop_unread_steps()
+        # Float32 variables whose half-precision copies are exact, and of these the ones
+        # of which all operations read one cast.
+        products = [step.half_product for step in self.steps if step.half_product]
+        self.halves = {p.result for p in products if not p.has_float32_result}
+        self.shared: set[Var] = set()
+        if self.rules.share_casts:
+            operands = {v for product in products for v in product.operands}
+            self.shared = {*filter(self.is_data, operands)} - self.halves
+            self.halves |= self.shared
 
     def _with_rounding(self, eqn: JaxprEqn) -> list[JaxprEqn]:
         """Returns the equation, and one that rounds the gradient of a bias's sum."""
@@ -149,32 +171,24 @@ class Reading:
         is_near = not self._near_expensive.isdisjoint(eqn.outvars)
         if is_near and is_bias_sum(eqn, is_product, is_repeated):
             before = Var(eqn.outvars[0].aval)
-            rounding = rounding_of(eqn, before, self.backward)
+            rounding = rounding_of(eqn, before, self.rules.backward)
             return [eqn.replace(outvars=[before]), rounding]
         return [eqn]
 
-    def origin(self, v: Var) -> Origin:
+    def origin(self, atom: Atom) -> Origin:
         """The origin of a value."""
-        return self._of(v).origin
+        known = isinstance(atom, Var)
+        return self.provenance[atom].origin if known else Origin.ARGUMENTS
 
-    def is_data(self, v: Var) -> bool:
+    def is_data(self, v: Atom) -> bool:
         """Whether a value is not computed from arguments and constants alone."""
         return self.origin(v) is Origin.DATA
 
     def is_sent(self, eqn: JaxprEqn) -> bool:
         """Whether devices add up the gradient of what it moves in half precision."""
         if eqn.primitive.name == "reshard":  # rows are added up in float32
-            return is_cheap(eqn) and not self._is_table(eqn)
+            return is_cheap(eqn) and self._tables.isdisjoint(eqn.outvars)
         return eqn.primitive.name == "all_gather"
-
-    def _is_table(self, eqn: JaxprEqn) -> bool:
-        return not self._tables.isdisjoint(eqn.outvars)
-
-    def _of(self, v: Var) -> Provenance:
-        return self.provenance.get(v, _DATA)
-
-    def _is_parameter(self, v: Var) -> bool:
-        return self.origin(v) is Origin.PARAMETER
 
     def _without_name(self, eqn: JaxprEqn) -> JaxprEqn:
         """Returns the equation, or a copy if it names the result of a product."""
@@ -187,30 +201,33 @@ class Reading:
 
     def _step(self, eqn: JaxprEqn) -> Step:
         if eqn.primitive.name in _jaxpr.PRODUCTS:
-            found = fate(
-                eqn,
-                is_parameter=self._is_parameter,
-                is_constant=lambda v: self._of(v).is_constant,
-                is_exempt=self.is_exempt,
-            )
-            if found is not Fate.BECOMES_HALF:
-                return Step("other", eqn)
-            product = self._product(eqn)
-            return Step("own" if product.dtype else "product", eqn, product)
-        if may_pick(eqn) and not self._all(variables(eqn.invars[:1]), "origin"):
+            return self._step_of_product(eqn)
+        first = variables(eqn.invars[:1])
+        if may_pick(eqn) and not self.provenance.all_have(first, "origin"):
             return Step("other", as_pick(eqn, self._equation_of, self.constants))
-        for v in self._moved(eqn):
-            self.stored[eqn.outvars[0]] = self.stored[v]
+        moves = _SENDS if self.rules.in_loop else _MOVES
+        if eqn.primitive.name in moves and not self.stored.keys().isdisjoint(first):
+            self.stored[eqn.outvars[0]] = self.stored[first[0]]
             return Step("move", eqn)
-        if has_products(eqn):
-            return Step("other" if self.is_exempt(eqn) else "call", eqn)
-        is_call = _jaxpr.name_of(eqn) in _CALLS and has_picks(eqn)
-        return Step("call" if is_call else "other", eqn)
+        return Step("call" if self._is_evaluated_anew(eqn) else "other", eqn)
 
-    def _moved(self, eqn: JaxprEqn) -> list[Var]:
-        """Returns the stored array whose elements an equation moves, if it does."""
-        is_move = eqn.primitive.name in (_SENDS if self.in_loop else _MOVES)
-        return [v for v in variables(eqn.invars[:1]) if is_move and v in self.stored]
+    def _step_of_product(self, eqn: JaxprEqn) -> Step:
+        decision = fate(
+            eqn,
+            is_parameter=self.provenance.is_parameter,
+            is_constant=self.provenance.is_constant,
+            is_exempt=self.rules.is_exempt,
+        )
+        if decision is not Fate.BECOMES_HALF:
+            return Step("other", eqn)
+        product = self._product(eqn)
+        return Step("own" if product.dtype else "product", eqn, product)
+
+    def _is_evaluated_anew(self, call: JaxprEqn) -> bool:
+        """Whether nested jaxprs hold products, or entries that are picked in a loop."""
+        if has_products(call):
+            return not self.rules.is_exempt(call)
+        return _jaxpr.name_of(call) in _CALLS and has_picks(call)
 
     def _equation_of(self, atom: Atom) -> JaxprEqn | None:
         maker = self._maker.get(atom) if isinstance(atom, Var) else None
@@ -227,18 +244,18 @@ class Reading:
         scope, jaxpr = _jaxpr_rewrite.without_common_scope(whole)
         is_dot = matrix_sizes(eqn) is not None
         half = {*filter(is_half, map(self._stored_in, operands))}
-        is_own = len(half) == 1 and self.dtype.name not in half
+        is_own = len(half) == 1 and self.rules.dtype.name not in half
         return Product(
             key=_jaxpr_rewrite.structural_key(jaxpr),
             jaxpr=jaxpr,
             moves=len(left),
             float32_grads=tuple(
-                is_dot and is_float32(v) and self._of(v).has_float32_grad
+                is_dot and is_float32(v) and self.provenance[v].has_float32_grad
                 for v in (lhs, rhs)
             ),
             dtype=half.pop() if is_own else None,
             scope=scope,
-            has_float32_result=self.has_float32_result(eqn),
+            has_float32_result=self.rules.has_float32_result(eqn),
         )
 
     def _stored_in(self, v: Var) -> str:
@@ -257,112 +274,96 @@ class Reading:
             (v,) = sources
         return v, eqns
 
-    def _provenance(self, step: Step) -> Provenance | None:
-        """Returns the provenance of an equation's results; None if nothing is known."""
-        eqn, inputs = step.eqn, variables(step.eqn.invars)
+    def _provenance(self, step: Step) -> Provenance:
+        """Returns the provenance of an equation's results."""
+        eqn, known, inputs = step.eqn, self.provenance, variables(step.eqn.invars)
         if any(map(_jaxpr.is_reference, [*inputs, *eqn.outvars])):
-            return None  # what a reference holds changes
+            return Provenance()  # what a reference holds changes
         numbers = [v for v in inputs if not dtype_name(v).startswith(_INTEGERS)]
-        is_constant = step.kind != "call" and self._all(numbers, "is_constant")
-        is_fixed = self._all(inputs, "is_fixed")
-        data = Provenance(Origin.DATA, is_constant, is_fixed)
-        products = (eqn, *_jaxpr.equations_within(eqn))
-        products = (e for e in products if e.primitive.name in _jaxpr.PRODUCTS)
-        moves = step.kind in ("move", "other")
-        if not moves or any(fate(e) is Fate.IS_HALF for e in products):
-            return data
-        indices = variables(eqn.invars[1:2])
-        if looks_up_rows(eqn) and not self._all(indices, "is_fixed"):
-            return data
+        data = Provenance(
+            is_constant=step.kind != "call" and known.all_have(numbers, "is_constant"),
+            is_fixed=known.all_have(inputs, "is_fixed"),
+        )
         # A layer of a stack of weights is one at any index, as of a loop's counter.
         is_lookup = eqn.primitive.name in _jaxpr.LOOKUPS
         sources = variables(eqn.invars[:1]) if is_lookup else inputs
-        if not self._all(sources, "origin"):
+        if self._returns_data(step) or not known.all_have(sources, "origin"):
             return data
         scales = eqn.primitive.name in _jaxpr.SCALINGS
-        is_parameter = scales and any(map(self._is_parameter, sources))
-        return Provenance(
+        is_parameter = scales and any(map(known.is_parameter, sources))
+        return data._replace(
             origin=Origin.PARAMETER if is_parameter else Origin.ARGUMENTS,
-            is_constant=is_constant,
-            is_fixed=is_fixed,
-            has_float32_grad=any(self._of(v).has_float32_grad for v in sources),
+            has_float32_grad=any(known[v].has_float32_grad for v in sources),
         )
 
-    def _all(self, inputs: Iterable[Var], field: str) -> bool:
-        return all(getattr(self._of(v), field) for v in inputs)
+    def _returns_data(self, step: Step) -> bool:
+        """Whether results are data even if the operands are arguments.
+
+        Results of products are, and so are rows of a table that an argument chooses.
+        """
+        if step.kind not in ("move", "other"):
+            return True
+        eqns = step.eqn, *_jaxpr.equations_within(step.eqn)
+        products = (e for e in eqns if e.primitive.name in _jaxpr.PRODUCTS)
+        if any(fate(product) is Fate.IS_HALF for product in products):
+            return True
+        indices = variables(step.eqn.invars[1:2])
+        is_fixed = self.provenance.all_have(indices, "is_fixed")
+        return looks_up_rows(step.eqn) and not is_fixed
+
+    def _drop_unread_steps(self) -> None:
+        wanted, steps = {*variables(self.jaxpr.outvars)}, list[Step]()
+        for step in reversed(self.steps):
+            if _jaxpr.has_effects(step.eqn) or not wanted.isdisjoint(step.outvars):
+                steps.append(step)
+                wanted.update(step.invars)
+        self.steps = steps[::-1]
+
+
+def _tables_of(jaxpr: Jaxpr) -> set[Var]:
+    """Returns arrays of which rows are looked up, also after they are resharded."""
+    tables: set[Var] = set()
+    for eqn in reversed(jaxpr.eqns):
+        is_table = not tables.isdisjoint(eqn.outvars)
+        if looks_up_rows(eqn) or (eqn.primitive.name == "reshard" and is_table):
+            tables.update(variables(eqn.invars[:1]))
+    return tables
 
 
 def read(
-    jaxpr: _jaxpr.Program,
+    program: _jaxpr.Program,
     origins: Sequence[Origin],
-    dtype: np.dtype,
-    is_exempt: Callable[[JaxprEqn], bool] = never,
-    share_casts: bool = False,
+    rules: Rules,
     stored: Mapping[Var, np.dtype] = MappingProxyType({}),
-    in_loop: bool = False,
-    backward: np.dtype | None = None,
-    has_float32_result: Callable[[JaxprEqn], bool] = never,
 ) -> Reading:
     """Reads a program whose inputs have these origins.
 
-    `dtype` is that of products of the forward pass, `backward` that of the others.
-    `is_exempt` says whether a name keeps a product float32, or a call with products.
-    `share_casts`: all operations read the cast of what a product reads. `stored` are
-    the dtypes of inputs that are stored in half precision. `has_float32_result` says
-    whether a name keeps the result of a product float32.
+    `stored` are the dtypes of inputs that are stored in half precision.
     """
+    is_opened = functools.partial(_is_opened, is_exempt=rules.is_exempt)
+    jaxpr, constants = _jaxpr_rewrite.inlined(program, is_opened)
+    traced = {v for v, x in constants.items() if isinstance(x, Tracer)}
+    half = {v: _jaxpr.dtype_of(v) for v in traced if is_half(dtype_name(v))}
+    stored = {**stored, **half}
 
-    def is_open(eqn: JaxprEqn) -> bool:
-        if eqn.primitive.name not in _jaxpr.CALLS:
-            return False
-        if has_products(eqn):
-            return not is_exempt(eqn)
-        if has_picks(eqn):
-            return True
-        # A call such as `jnp.take` only moves entries or looks up rows.
-        (body,) = map(_jaxpr.bare, _jaxpr.subjaxprs(eqn))
-        lookups = (e.primitive.name in _jaxpr.LOOKUPS or is_cheap(e) for e in body.eqns)
-        return all(lookups)
+    def given(v: Var, origin: Origin) -> Provenance:
+        is_known = v in constants and v not in traced
+        has_float32_grad = is_float32(v) and v not in stored and not is_known
+        return Provenance(origin, is_known, is_known, has_float32_grad)
 
-    flat, constants = _jaxpr_rewrite.inlined(jaxpr, is_open)
-    stored = {**stored}
-    for v, x in constants.items():
-        if isinstance(x, Tracer) and is_half(dtype_name(v)):
-            stored[v] = _jaxpr.dtype_of(v)
+    origin_of = dict(zip(jaxpr.invars, origins, strict=True))
+    origin_of |= dict.fromkeys(constants, Origin.PARAMETER)
+    of_given = {v: given(v, origin) for v, origin in origin_of.items() if origin}
+    return Reading(rules, jaxpr, constants, stored, of_given)
 
-    def has_float32_grad(v: Var) -> bool:
-        return is_float32(v) and v not in stored
 
-    given = {
-        v: Provenance(origin, has_float32_grad=has_float32_grad(v))
-        for v, origin in zip(flat.invars, origins, strict=True)
-        if origin
-    }
-    for v, x in constants.items():
-        is_known = not isinstance(x, Tracer)
-        wide = has_float32_grad(v) and not is_known
-        given[v] = Provenance(Origin.PARAMETER, is_known, is_known, wide)
-    reading = Reading(
-        dtype=dtype,
-        backward=dtype if backward is None else backward,
-        is_exempt=is_exempt,
-        has_float32_result=has_float32_result,
-        jaxpr=flat,
-        constants=constants,
-        stored=stored,
-        in_loop=in_loop,
-        given=given,
-    )
-    wanted, steps = {*variables(flat.outvars)}, list[Step]()
-    for step in reversed(reading.steps):
-        if _jaxpr.has_effects(step.eqn) or not wanted.isdisjoint(step.outvars):
-            steps.append(step)
-            wanted.update(step.invars)
-    reading.steps = steps[::-1]
-    products = [step.half_product for step in reading.steps if step.half_product]
-    reading.halves = {p.result for p in products if not p.has_float32_result}
-    if share_casts:
-        operands = {v for product in products for v in product.operands}
-        reading.shared = {*filter(reading.is_data, operands)} - reading.halves
-        reading.halves |= reading.shared
-    return reading
+def _is_opened(call: JaxprEqn, is_exempt: Callable[[JaxprEqn], bool]) -> bool:
+    """Whether a call is read as if its equations stood in its place."""
+    if call.primitive.name not in _jaxpr.CALLS:
+        return False
+    if has_products(call):
+        return not is_exempt(call)
+    (body,) = map(_jaxpr.bare, _jaxpr.subjaxprs(call))
+    lookups = (e.primitive.name in _jaxpr.LOOKUPS or is_cheap(e) for e in body.eqns)
+    # A call such as `jnp.take` only moves entries or looks up rows.
+    return has_picks(call) or all(lookups)

@@ -1,4 +1,4 @@
-"""The values of a program's variables, half-precision ones included.
+"""The values of a program's variables, stored arrays included.
 
 An array that is stored in half precision is two arrays here: a float32 one, which has
 its gradient, and the stored one, which products read. So gradients are added in
@@ -13,6 +13,7 @@ import numpy as np
 
 from .._jaxpr import Var, dtype_of, is_float32
 from .derivatives import with_value
+from .provenance import Reading
 
 
 class Stored(NamedTuple):
@@ -43,10 +44,11 @@ class Stored(NamedTuple):
 
 
 class Values(dict[Var, Any]):
-    """The values so far."""
+    """The values so far of a program's variables, and how the program is read."""
 
-    def __init__(self) -> None:
+    def __init__(self, reading: Reading) -> None:
         super().__init__()
+        self.reading = reading
         self.stored: dict[Var, Stored] = {}
         self.casts: dict[tuple[Var, np.dtype], jax.Array] = {}
 

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import pytest
 from autocast_programs import W, X
 
-from jmp_scale._autocast.provenance import Origin, read
+from jmp_scale._autocast.provenance import Origin, Rules, read
 
 
 def reading_of(fun, *args):
     return read(
         jax.make_jaxpr(fun)(*args),
         [Origin.PARAMETER] * len(args),
-        jnp.dtype("bfloat16"),
+        Rules(jnp.dtype("bfloat16"), jnp.dtype("bfloat16")),
     )
 
 

@@ -46,6 +46,14 @@ class Output(NamedTuple):
     is_saved: bool
 
 
+class UnitProduct(NamedTuple):
+    """A product that reads results of an island."""
+
+    product: Product
+    # Of what it reads: first among the outputs of the island, then among `Unit.passed`.
+    places: tuple[int, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Unit:
     """An island and products that read it. Equal ones, of equal layers, share traces.
@@ -58,8 +66,7 @@ class Unit:
     # The scopes in which all its equations were, which they no longer name.
     scope: NameStack = dataclasses.field(compare=False)
     outputs: tuple[Output, ...]  # one for each of the island's
-    # Each with the positions of what it reads: the outputs, and after these `passed`.
-    products: tuple[tuple[Product, tuple[int, ...]], ...]
+    products: tuple[UnitProduct, ...]
     passed: tuple[Var, ...] = dataclasses.field(compare=False)
 
     def places(self, fact: str) -> list[int]:
@@ -74,6 +81,12 @@ class Unit:
         return tuple((j, inputs[v]) for j, v in pairs if v in inputs)
 
     @property
+    def not_compared(self) -> Hashable:
+        """What equal units may differ in, and a function of a unit reads."""
+        scopes = (each.product.scope for each in self.products)
+        return self.scope, *scopes, self.passed_inputs
+
+    @property
     def results(self) -> list[Var]:
         """The variables of the island's results, by position."""
         return variables(self.jaxpr.outvars)
@@ -81,7 +94,7 @@ class Unit:
     @property
     def operands(self) -> set[int]:
         """The positions of operands of products."""
-        return {i for _, places in self.products for i in places[:2]}
+        return {i for each in self.products for i in each.places[:2]}
 
     @property
     def copied(self) -> set[int]:
@@ -110,39 +123,52 @@ class _Levels:
     def __init__(self, reading: Reading) -> None:
         self._program, self._steps = reading.jaxpr, reading.steps
         self._maker = {v: i for i, s in enumerate(self._steps) for v in s.outvars}
-        # Values of arguments alone, and how many equations compute them.
-        self._repeats = dict.fromkeys(reading.given, 0)
-        self._in_island: list[bool] = []
-        self._starts: list[int] = []  # level of an equation's inputs
-        level = dict.fromkeys([*reading.jaxpr.invars, *reading.given], 0)
-        differentiable = {v for v in level if _jaxpr.is_floating(v)}
-        last_effect = 0
-        for step in self._steps:
-            has_effects = _jaxpr.has_effects(step.eqn)
-            is_other = step.kind == "other"
-            has_tangent = not differentiable.isdisjoint(step.invars)
-            is_in_island = is_other and is_cheap(step.eqn)
-            if is_in_island:
-                self._note_repeats(step)
-            start = max([level[v] for v in step.invars], default=0)
-            if has_effects:  # these equations keep their order
-                start = max(start, last_effect)
-                last_effect = start + 1
-            if is_other and not has_tangent and not has_effects:
-                start, is_in_island = _BEFORE_ALL, False
-            else:
-                differentiable.update(step.outvars)
-            self._in_island.append(is_in_island)
-            self._starts.append(start)
-            end = start if is_in_island else start + 1
-            level |= dict.fromkeys(step.outvars, end)
+        cheap = [step.kind == "other" and is_cheap(step.eqn) for step in self._steps]
+        self._repeats = self._repeated(cheap, reading.given)
+        inputs = [*reading.jaxpr.invars, *reading.given]
+        self._is_first = self._steps_without_tangents(inputs)
+        pairs = zip(cheap, self._is_first, strict=True)
+        self._in_island = [each and not is_first for each, is_first in pairs]
+        self._starts = self._levels(inputs)  # of the inputs of each equation
         self._delay()
 
-    def _note_repeats(self, step: Step) -> None:
-        if all(v in self._repeats for v in step.invars):
-            count = 1 + sum(self._repeats[v] for v in step.invars)
-            if count <= _MOST_REPEATED:
-                self._repeats.update(dict.fromkeys(step.outvars, count))
+    def _repeated(self, cheap: Sequence[bool], given: Iterable[Var]) -> set[Var]:
+        """Returns what few cheap equations compute from arguments alone."""
+        counts = dict.fromkeys(given, 0)  # of these equations
+        found: set[Var] = set()
+        for step, is_repeatable in zip(self._steps, cheap, strict=True):
+            if is_repeatable and all(v in counts for v in step.invars):
+                count = 1 + sum(counts[v] for v in step.invars)
+                if count <= _MOST_REPEATED:
+                    counts.update(dict.fromkeys(step.outvars, count))
+                    found.update(step.outvars)
+        return found
+
+    def _steps_without_tangents(self, inputs: Iterable[Var]) -> list[bool]:
+        """Says which steps no tangent of a floating-point input reaches."""
+        reached = {*filter(_jaxpr.is_floating, inputs)}
+        found = []
+        for step in self._steps:
+            is_plain = step.kind == "other" and not _jaxpr.has_effects(step.eqn)
+            found.append(is_plain and reached.isdisjoint(step.invars))
+            if not found[-1]:
+                reached.update(step.outvars)
+        return found
+
+    def _levels(self, inputs: Iterable[Var]) -> list[int]:
+        """Returns the level of each step: the highest one of a value that it reads."""
+        level, starts, last_effect = dict.fromkeys(inputs, 0), list[int](), 0
+        for i, step in enumerate(self._steps):
+            start = max([level[v] for v in step.invars], default=0)
+            if self._is_first[i]:
+                start = _BEFORE_ALL
+            elif _jaxpr.has_effects(step.eqn):  # these equations keep their order
+                start = max(start, last_effect)
+                last_effect = start + 1
+            starts.append(start)
+            end = start if self._in_island[i] else start + 1
+            level |= dict.fromkeys(step.outvars, end)
+        return starts
 
     def _delay(self) -> None:
         """Moves equations of one array to the first island that reads their results.
@@ -200,8 +226,8 @@ class _Levels:
         inputs: dict[Var, None] = {}
         while todo:
             v = todo.pop()
-            maker = self._maker.get(v)
-            if maker is None or not (maker in allowed or v in self._repeats):
+            maker = self._maker.get(v, -1)
+            if maker not in allowed and v not in self._repeats:
                 inputs[v] = None
             elif maker not in needed:
                 needed.add(maker)
@@ -330,25 +356,25 @@ class _Units:
         scope, jaxpr = _jaxpr_rewrite.without_common_scope(
             _jaxpr_rewrite.excerpt(island, island.eqns, island.invars, made)
         )
-        outputs = (
-            Output(
-                is_data=self._reading.is_data(v),
-                is_shared=v in self._reading.shared,
-                is_saved_in_half=v in choice.saved_in_half,
-                is_softmax=v in choice.softmaxes,
-                is_saved=v in sums or v in choice.streams,
-            )
-            for v in made
-        )
         return Unit(
             key=_jaxpr_rewrite.structural_key(jaxpr),
             jaxpr=jaxpr,
             scope=scope,
-            outputs=tuple(outputs),
+            outputs=tuple(self._output(v, choice, sums) for v in made),
             products=tuple(
-                (p, tuple(positions[v] for v in p.jaxpr.invars)) for p in products
+                UnitProduct(p, tuple(positions[v] for v in p.jaxpr.invars))
+                for p in products
             ),
             passed=passed,
+        )
+
+    def _output(self, v: Var, choice: Choice, sums: Collection[Var]) -> Output:
+        return Output(
+            is_data=self._reading.is_data(v),
+            is_shared=v in self._reading.shared,
+            is_saved_in_half=v in choice.saved_in_half,
+            is_softmax=v in choice.softmaxes,
+            is_saved=v in sums or v in choice.streams,
         )
 
 

@@ -11,14 +11,14 @@ Kinds of machines differ in the barriers between the two passes, but not in valu
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax import lax
 
 from ... import _jaxpr
-from ..._jaxpr import JaxprEqn, NameStack, Var
+from ..._jaxpr import Jaxpr, JaxprEqn, Var
 from ..._types import Arrays
 from ..derivatives import (
     CAST,
@@ -33,16 +33,41 @@ from ..derivatives import (
 from ..higher_order import Part
 from ..interpreter import Interpreter
 from ..products import Product
-from ..provenance import Reading
 from ..values import Values
 from .islands import reached_by, softmax_from, softmaxes_of
 from .plan import Unit, make_plan
 
 T = TypeVar("T")
-# What residuals are copies of, where the backward pass has a dtype of its own: the
-# inputs of the island, and by position the operands of products.
-_Originals = tuple[Arrays, ByPosition] | None
 _behind_barrier = jax.jit(functools.partial(on_gpu, lax.optimization_barrier))
+
+
+class UnitInputs(NamedTuple):
+    """What a unit reads: arrays to which gradients flow, and the residuals of these."""
+
+    island: Arrays  # inputs of the island
+    passed: Arrays  # operands of products that the island does not compute
+    island_copies: Arrays
+    passed_copies: Arrays
+
+
+class UnitResults(NamedTuple):
+    """What a unit returns, or its tangents."""
+
+    island: ByPosition  # float32
+    products: ByPosition  # float32, by position in the unit
+    saved: ByPosition  # half-precision copies of results of the island
+
+
+class Residuals(NamedTuple):
+    """What the backward pass of a unit reads."""
+
+    island: Arrays  # copies of the inputs of the island
+    passed: Arrays  # copies of operands that the island does not compute
+    outputs: ByPosition  # results of the island that are saved as they are
+    saved: ByPosition  # half-precision copies of results of the island
+    # If the backward pass has a dtype of its own: the float32 arrays of which these are
+    # copies, which are inputs of the island and operands of products.
+    originals: tuple[Arrays, ByPosition] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,36 +84,37 @@ class RecomputingInterpreter(Interpreter):
         nested = dataclasses.replace(self, recompute=recompute)
         return Interpreter.within(nested, eqn, part_of)
 
-    def evaluate_steps(self, reading: Reading, values: Values) -> None:
+    def evaluate_steps(self, values: Values) -> None:
         if not self.recompute:
-            return super().evaluate_steps(reading, values)
-        for part in make_plan(reading):
+            return super().evaluate_steps(values)
+        for part in make_plan(values.reading):
             if isinstance(part, Unit):
                 with part.jaxpr.eqns[-1].ctx.manager:
-                    self.evaluate_unit(part, reading, values)
+                    self.evaluate_unit(part, values)
             else:
-                self.evaluate_step(part, reading, values)
+                self.evaluate_step(part, values)
 
-    def evaluate_unit(self, unit: Unit, reading: Reading, values: Values) -> None:
+    def evaluate_unit(self, unit: Unit, values: Values) -> None:
         """Adds the values that an island and its products compute."""
         inputs = unit.jaxpr.invars
-        args = (
-            [values[v] for v in inputs],
-            [self.operand(v, reading, values) for v in unit.passed],
-            [self.saved(v, reading, values, as_is=True) for v in inputs],
-            [self.saved(v, reading, values, as_is=v in inputs) for v in unit.passed],
+        read = UnitInputs(
+            island=[values[v] for v in inputs],
+            passed=[self.operand(v, values) for v in unit.passed],
+            island_copies=[self.saved(v, values, as_is=True) for v in inputs],
+            passed_copies=[
+                self.saved(v, values, as_is=v in inputs) for v in unit.passed
+            ],
         )
         # Equal units share a function, if what they do not compare is equal too.
-        scopes = unit.scope, tuple(product.scope for product, _ in unit.products)
-        facts = unit, self, scopes, unit.passed_inputs
-        results = self.traces.made(_function_of, *facts)(*args)
+        facts = unit, self, unit.not_compared
+        results = self.traces.made(_function_of, *facts)(read)
         outputs = unit.results
         for i, x in results.saved.items():
             values.casts[outputs[i], self.forward] = x
-        self.add({outputs[i]: x for i, x in results.island.items()}, reading, values)
+        self.add({outputs[i]: x for i, x in results.island.items()}, values)
         self.notes.any_half |= bool(unit.products)
-        made = {unit.products[k][0].result: x for k, x in results.products.items()}
-        self.add(made, reading, values)
+        made = {unit.products[k].product.result: x for k, x in results.products.items()}
+        self.add(made, values)
 
     def tangent_of(self, product: Product) -> Callable[..., jax.Array]:
         # The cotangent is then half precision, and an array of its own.
@@ -105,106 +131,132 @@ class RecomputingInterpreter(Interpreter):
         return jax.tree.map(_behind_barrier, x) if has_barrier else x
 
 
-class UnitResults(NamedTuple):
-    """What a unit returns, or its tangents."""
-
-    island: ByPosition  # float32
-    products: ByPosition  # float32, by position in the unit
-    saved: ByPosition  # half-precision copies of results of the island
-
-
 def _function_of(
-    unit: Unit,
-    cast: RecomputingInterpreter,
-    scopes: tuple[NameStack, tuple[NameStack, ...]],
-    passed_inputs: tuple[tuple[int, int], ...],
-) -> Callable[..., UnitResults]:
-    """Returns a function with a derivative that recomputes the island.
-
-    Its arguments are the inputs of the island, what products read besides, and the
-    residuals of both. `scopes` are those of the island and of the products,
-    `passed_inputs` are the unit's.
-    """
-    island_scope, product_scopes = scopes
-    recompute = cast.traces.made(_recomputation, unit, cast)
-    rounded = _rounding(unit, cast)
-    tangents_of = [cast.tangent_of(product) for product, _ in unit.products]
-    saved_in_half = unit.places("is_saved_in_half")
-    count = len(unit.outputs)
-
-    def copies_of(outputs: ByPosition) -> ByPosition:
-        return {i: outputs[i].astype(cast.forward) for i in unit.copied}
-
-    def with_passed(outputs: ByPosition, passed: Arrays) -> ByPosition:
-        return outputs | {count + j: x for j, x in enumerate(passed)}
-
-    def evaluate(
-        inputs: Arrays, _: Arrays, residuals: Arrays, passed: Arrays
-    ) -> UnitResults:
-        with _jaxpr.scope(island_scope):
-            results = _jaxpr.evaluate_all(unit.jaxpr, inputs, change=rounded)
-            outputs = dict(enumerate(results))
-            halves = copies_of(outputs)
-        read = with_passed(outputs | halves, passed)
-        products = {}
-        for k, (product, places) in enumerate(unit.products):
-            with _jaxpr.scope(product_scopes[k]):
-                operands = (read[i] for i in places)
-                products[k] = product.forward(cast.forward, *operands)
-        return UnitResults(outputs, products, {i: halves[i] for i in saved_in_half})
-
-    def tangents(
-        residuals: tuple[Arrays, Arrays, ByPosition, ByPosition, _Originals],
-        live: tuple[ByPosition, ByPosition],
-    ) -> tuple[ByPosition, ByPosition]:
-        """Tangents of the island's results and of products, for those of arguments."""
-        inputs, passed, outputs, saved, float32 = residuals
-        inputs, outputs, saved = cast.apart((inputs, outputs, saved))
-        passed = [*passed]
-        for j, i in passed_inputs:
-            passed[j] = inputs[i]
-        copied, originals = float32 or (None, {})
-        with _jaxpr.scope(island_scope):
-            found, results = recompute(inputs, outputs, saved, live[0], copied)
-            values = with_passed(results | copies_of(results) | saved, passed)
-            originals = results | originals
-            for i in unit.operands if float32 else ():
-                values[i] = cast.in_backward(originals[i], values[i])
-        # Cast once, so that cotangents of what several products read are added in half.
-        in_half = {
-            i: x.astype(cast.backward) if unit.outputs[i].is_data else x
-            for i, x in found.items()
-            if i in unit.operands
-        } | {count + j: t for j, t in live[1].items()}
-        moved = {}
-        for k, (_, places) in enumerate(unit.products):
-            sides = enumerate(places[:2])
-            moving = {side: in_half[i] for side, i in sides if i in in_half}
-            if moving:
-                with _jaxpr.scope(product_scopes[k]):
-                    moved[k] = tangents_of[k]([values[i] for i in places], moving)
-        return found, moved
+    unit: Unit, cast: RecomputingInterpreter, _: Hashable
+) -> Callable[[UnitInputs], UnitResults]:
+    """Returns a function with a derivative that recomputes the island."""
+    passes = _Passes(unit, cast)
+    tangents = passes.tangents  # one object, which JAX traces once
 
     def derivative(
-        results: UnitResults, args: Sequence[Arrays], moves: Sequence[Any]
+        results: UnitResults, args: tuple[UnitInputs], moves: tuple[UnitInputs]
     ) -> UnitResults:
         cast.note_derivative()
-        inputs, operands, residuals, passed = args
-        float32 = None
-        if cast.is_mixed:
-            originals = {i: results.island[i] for i in results.saved}
-            float32 = inputs, with_passed(originals, operands)
-        outputs = {i: results.island[i] for i in unit.places("is_saved")}
-        read = residuals, passed, outputs, results.saved, float32
-        live = live_of(moves[0]), live_of(moves[1])
-        found, moved = linear(tangents, read, live)
+        residuals = passes.residuals(results, *args)
+        found, moved = linear(tangents, residuals, passes.live(*moves))
         return UnitResults(
             island=_or_zeros(results.island, found),
             products=_or_zeros(results.products, moved),
             saved=_or_zeros(results.saved, found),
         )
 
-    return with_derivative(evaluate, derivative)
+    return with_derivative(functools.partial(passes.evaluate), derivative)
+
+
+@dataclasses.dataclass(eq=False)
+class _Passes:
+    """The forward pass of a unit, and the tangents that its backward pass transposes.
+
+    Operands are by position: results of the island, then those that it only passes on.
+    """
+
+    unit: Unit
+    cast: RecomputingInterpreter
+
+    def evaluate(self, read: UnitInputs) -> UnitResults:
+        """Computes the results of the island and of the products."""
+        with _jaxpr.scope(self.unit.scope):
+            rounded = _rounding(self.unit, self.cast)
+            results = _jaxpr.evaluate_all(self.unit.jaxpr, read.island, change=rounded)
+            outputs = dict(enumerate(results))
+            halves = self._copies_of(outputs)
+        operands = outputs | halves | self._passed(read.passed_copies)
+        products = {}
+        for k, (product, places) in enumerate(self.unit.products):
+            with _jaxpr.scope(product.scope):
+                values = (operands[i] for i in places)
+                products[k] = product.forward(self.cast.forward, *values)
+        saved = {i: halves[i] for i in self.unit.places("is_saved_in_half")}
+        return UnitResults(outputs, products, saved)
+
+    def residuals(self, results: UnitResults, read: UnitInputs) -> Residuals:
+        """Returns what the forward pass saves."""
+        operands = {i: results.island[i] for i in results.saved}
+        operands |= self._passed(read.passed)
+        return Residuals(
+            island=read.island_copies,
+            passed=read.passed_copies,
+            outputs={i: results.island[i] for i in self.unit.places("is_saved")},
+            saved=results.saved,
+            originals=(read.island, operands) if self.cast.is_mixed else None,
+        )
+
+    def live(self, moves: UnitInputs) -> tuple[ByPosition, ByPosition]:
+        """Returns tangents of inputs of the island, and of operands besides."""
+        return live_of(moves.island), live_of(moves.passed, len(self.unit.outputs))
+
+    def tangents(
+        self, residuals: Residuals, live: tuple[ByPosition, ByPosition]
+    ) -> tuple[ByPosition, ByPosition]:
+        """Returns the tangents of the island's results and of the products."""
+        found, operands = self._recomputed(self._apart(residuals), live[0])
+        # Cast once, so that cotangents of what several products read are added in half.
+        moving = {
+            i: self._as_read(i, x) for i, x in found.items() if i in self.unit.operands
+        }
+        return found, self._tangents_of_products(operands, moving | live[1])
+
+    def _apart(self, residuals: Residuals) -> Residuals:
+        """Returns residuals behind an optimization barrier on GPUs."""
+        barred = residuals.island, residuals.outputs, residuals.saved
+        island, outputs, saved = self.cast.apart(barred)
+        passed = [*residuals.passed]
+        for j, i in self.unit.passed_inputs:
+            passed[j] = island[i]
+        return Residuals(island, passed, outputs, saved, residuals.originals)
+
+    def _recomputed(
+        self, read: Residuals, live: ByPosition
+    ) -> tuple[ByPosition, ByPosition]:
+        """Recomputes the island: tangents of its results, and all operands."""
+        recompute = self.cast.traces.made(_recomputation, self.unit, self.cast)
+        inputs, originals = read.originals or (None, {})
+        with _jaxpr.scope(self.unit.scope):
+            found, results = recompute(
+                read.island, read.outputs, read.saved, live, inputs
+            )
+            operands = results | self._copies_of(results) | read.saved
+            operands |= self._passed(read.passed)
+            originals = results | originals
+            for i in self.unit.operands if read.originals else ():
+                operands[i] = self.cast.in_backward(originals[i], operands[i])
+        return found, operands
+
+    def _as_read(self, i: int, x: jax.Array) -> jax.Array:
+        """Returns the tangent that products read of a result's tangent."""
+        return x.astype(self.cast.backward) if self.unit.outputs[i].is_data else x
+
+    def _tangents_of_products(
+        self, operands: ByPosition, moving: ByPosition
+    ) -> ByPosition:
+        """Returns the tangents of products of which an operand has a tangent."""
+        found = {}
+        for k, (product, places) in enumerate(self.unit.products):
+            sides = {
+                side: moving[i] for side, i in enumerate(places[:2]) if i in moving
+            }
+            if sides:
+                tangent = self.cast.tangent_of(product)
+                with _jaxpr.scope(product.scope):
+                    found[k] = tangent([operands[i] for i in places], sides)
+        return found
+
+    def _copies_of(self, outputs: ByPosition) -> ByPosition:
+        return {i: outputs[i].astype(self.cast.forward) for i in self.unit.copied}
+
+    def _passed(self, operands: Arrays) -> ByPosition:
+        """Returns operands that the island does not compute, by position."""
+        return dict(enumerate(operands, len(self.unit.outputs)))
 
 
 def _rounding(
@@ -219,7 +271,7 @@ def _recomputation(unit: Unit, cast: RecomputingInterpreter) -> Callable[..., An
     """Returns a function that recomputes the island of equal units, and moves it."""
     island, places = unit.jaxpr, {v: i for i, v in enumerate(unit.results)}
     softmaxes, rounded = softmaxes_of(island), _rounding(unit, cast)
-    read_by_products = {i for _, places in unit.products for i in places}
+    read_by_products = {i for each in unit.products for i in each.places}
     is_read = unit.copied | read_by_products.intersection(places.values())
 
     def recompute(
@@ -227,34 +279,30 @@ def _recomputation(unit: Unit, cast: RecomputingInterpreter) -> Callable[..., An
         outputs: ByPosition,
         saved: ByPosition,
         live: ByPosition,
-        copied: Arrays | None,
+        originals: Arrays | None,
     ) -> tuple[ByPosition, ByPosition]:
-        """Tangents of results, for those of inputs, and the results that are read.
-
-        `copied`: the inputs, if these copies lack the range of their derivatives.
-        """
-        inputs = []
-        for i, (v, x) in enumerate(zip(island.invars, copies, strict=True)):
-            if copied is not None and x.dtype != copied[i].dtype:
-                x = with_value(copied[i], x.astype(copied[i].dtype))
-            inputs.append(x.astype(_jaxpr.dtype_of(v)))
+        """Tangents of results, for those of inputs, and the results that are read."""
+        inputs = _inputs_of(island, copies, originals or copies)
         reached = reached_by(island, (island.invars[i] for i in live))
+
+        def with_saved(values: dict[Var, jax.Array], v: Var) -> jax.Array:
+            """Returns a result, or the saved one with the derivative of the result."""
+            x, i = values[v], places.get(v)
+            if i is None:
+                return x
+            if unit.outputs[i].is_softmax:
+                exponents, axes = softmaxes[v]
+                return softmax_from(values[exponents], saved[i].astype(x.dtype), axes)
+            if not unit.outputs[i].is_saved:
+                return x
+            return with_value(x, outputs[i]) if v in reached else outputs[i]
 
         def evaluate(some: ByPosition) -> tuple[ByPosition, list[jax.Array]]:
             values: dict[Var, jax.Array] = {}
 
             def replace(v: Var, x: jax.Array) -> jax.Array:
-                x = values[v] = rounded(v, x)
-                i = places.get(v)
-                if i is None:
-                    return x
-                if unit.outputs[i].is_softmax:
-                    exponents, axes = softmaxes[v]
-                    result = saved[i].astype(x.dtype)
-                    return softmax_from(values[exponents], result, axes)
-                if not unit.outputs[i].is_saved:
-                    return x
-                return with_value(x, outputs[i]) if v in reached else outputs[i]
+                values[v] = rounded(v, x)
+                return with_saved(values, v)
 
             changed = [some.get(i, x) for i, x in enumerate(inputs)]
             results = _jaxpr.evaluate_all(island, changed, change=replace)
@@ -267,6 +315,19 @@ def _recomputation(unit: Unit, cast: RecomputingInterpreter) -> Callable[..., An
 
     recompute.__name__ = CAST
     return jax.jit(recompute)
+
+
+def _inputs_of(island: Jaxpr, copies: Arrays, originals: Arrays) -> Arrays:
+    """Returns the inputs of an island from copies of them, differentiated as these.
+
+    But as the originals, if the copies lack the range of their derivatives.
+    """
+    inputs = []
+    for v, x, original in zip(island.invars, copies, originals, strict=True):
+        if x.dtype != original.dtype:
+            x = with_value(original, x.astype(original.dtype))
+        inputs.append(x.astype(_jaxpr.dtype_of(v)))
+    return inputs
 
 
 def _or_zeros(primals: ByPosition, found: ByPosition) -> dict[int, Any]:

@@ -19,7 +19,7 @@ from ..._autocast.higher_order import Part
 from ..._autocast.interpreter import Interpreter, Notes, Values
 from ..._autocast.marks import meet, tracing
 from ..._autocast.products import Product, becomes_half, sum_of_terms
-from ..._autocast.provenance import Origin, Reading
+from ..._autocast.provenance import Origin
 from ..._jaxpr import JaxprEqn, NameStack, Program, Var
 from ..._policy import checked_half
 from ..._scaling.finite import all_finite
@@ -374,9 +374,7 @@ class _Flagged(Interpreter):
     met: set[int] = dataclasses.field(default_factory=set, compare=False)
     rule: int = -1  # number of the call whose rule for derivatives this is
 
-    def named(
-        self, v: Var, x: jax.Array, reading: Reading, values: Values
-    ) -> jax.Array:
+    def named(self, v: Var, x: jax.Array, values: Values) -> jax.Array:
         """Leaves results without names: not all of them are in half precision."""
         return x
 
@@ -384,9 +382,7 @@ class _Flagged(Interpreter):
         nested = dataclasses.replace(self, rule=self._number(NameStack(), eqn))
         return Interpreter.within(nested, eqn, part_of)
 
-    def evaluate_product(
-        self, product: Product, reading: Reading, values: Values
-    ) -> jax.Array:
+    def evaluate_product(self, product: Product, values: Values) -> jax.Array:
         inputs = [values[v] for v in product.jaxpr.invars]
         number = self._number(product.scope, product.equation)
         self.met.add(number)

@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from ... import _jaxpr
 from ..._autocast.derivatives import CAST
-from ..._jaxpr import Atom, Loop, Program, bare, dtype_name, fits, open_jaxpr
+from ..._jaxpr import Atom, Loop, Program, bare, dtype_name, open_jaxpr
 from ..._policy import is_half
 from ..._types import Leaf
 from .._source import Place, place_of
@@ -82,9 +82,9 @@ class Walk:
         inside = equation._replace(times=outer.times * _jaxpr.repeats(eqn))
         if loop is not None:
             return self._loop(inside, loop)
-        bodies = [] if equation.name in _KERNELS else _jaxpr.subjaxprs(eqn)
-        if bodies and not equation.name.startswith(_COMBINE):
-            return self._nested(inside, bodies)
+        programs = [] if equation.name in _KERNELS else _jaxpr.subjaxprs(eqn)
+        if programs and not equation.name.startswith(_COMBINE):
+            return self._nested(inside, programs)
         if equation.name not in _jaxpr.known_primitives():
             self.unread.append(equation)
         return self._operation(equation)
@@ -104,16 +104,15 @@ class Walk:
         self.found.extend(faults(equation))
         return outs
 
-    def _nested(self, equation: Equation, bodies: list[Program]) -> list[Fact]:
+    def _nested(self, equation: Equation, programs: list[Program]) -> list[Fact]:
         eqn, name = equation.eqn, equation.name
-        ins = equation.ins[1:] if name == "cond" else equation.ins
-        is_read = name == "cond" or (len(bodies) == 1 and name not in _CONTROL)
-        if is_read and all(fits(b, len(ins), len(eqn.outvars)) for b in bodies):
+        if read := _jaxpr.bodies(eqn):
             self.autocasts |= _jaxpr.name_of_call(eqn) == CAST
-            results = [self._run(body, ins, equation) for body in bodies]
+            operands = [equation.ins[i] for i in read[0].places]
+            results = [self._run(body.program, operands, equation) for body in read]
             return [functools.reduce(join, each) for each in zip(*results, strict=True)]
-        for body in bodies:
-            self._run(body, map(of_type, bare(body).invars), equation)
+        for program in programs:
+            self._run(program, map(of_type, bare(program).invars), equation)
         if name in _CONTROL or name not in _jaxpr.known_primitives():
             self.unread.append(equation)
         return [of_type(v) for v in eqn.outvars]

@@ -14,8 +14,8 @@ from ..._types import Arrays, Function
 from .._source import Place, place_of
 
 _NAMES = {"conv_general_dilated": "a convolution", "dot_general": "a matrix product"}
-_CALLS = CALLS | words("""
-    checkpoint custom_jvp_call custom_vjp_call remat2""")
+_ENTERED = CALLS | words("""
+    checkpoint cond custom_jvp_call custom_vjp_call remat2""")
 # Operations that compute each entry of the result from the same entry of the operands.
 _ENTRYWISE = words("add add_any convert_element_type div exp mul sub")
 
@@ -161,14 +161,14 @@ def _in_nested(
     eqn: core.JaxprEqn, ins: Arrays, known: _Origins, place: Place
 ) -> _Origins | None:
     """Returns the origins of the results of the jaxpr that an equation runs, if any."""
-    bodies, loop = _jaxpr.subjaxprs(eqn), _jaxpr.loop_of(eqn)
-    if loop is not None and loop.trips:
-        return _in_loop(eqn, loop, ins, known, place)
-    if _jaxpr.name_of(eqn) == "cond":
-        return _run(bodies[int(ins[0])], ins[1:], known[1:], place)[1]
-    if _jaxpr.name_of(eqn) in _CALLS:
-        return _run(bodies[0], ins, known, place)[1]
-    return None
+    loop, bodies = _jaxpr.loop_of(eqn), _jaxpr.bodies(eqn)
+    if loop is not None:
+        return _in_loop(eqn, loop, ins, known, place) if loop.trips else None
+    if not bodies or _jaxpr.name_of(eqn) not in _ENTERED:
+        return None
+    program, places = bodies[int(ins[0]) if len(bodies) > 1 else 0]
+    operands, origins = [ins[i] for i in places], [known[i] for i in places]
+    return _run(program, operands, origins, place)[1]
 
 
 def _in_loop(

@@ -5,13 +5,15 @@ import jax.numpy as jnp
 import pytest
 from autocast_programs import W, X
 
-from jmp_scale._autocast.provenance import Origin, read
+from jmp_scale._autocast.provenance import Origin, Rules, read
 from jmp_scale._autocast.recompute.plan import Unit, make_plan
 
 
 def plan_of(fun, *args):
     origins = [Origin.PARAMETER] * len(args)
-    return make_plan(read(jax.make_jaxpr(fun)(*args), origins, jnp.dtype("bfloat16")))
+    return make_plan(
+        read(jax.make_jaxpr(fun)(*args), origins, Rules(*[jnp.dtype("bfloat16")] * 2))
+    )
 
 
 def units_of(fun, *args):

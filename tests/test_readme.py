@@ -23,37 +23,40 @@ BLOCKS = {
 
 
 def test_one_page_has_its_install_line_on_the_first_screen():
-    assert len(README.splitlines()) <= 110
+    assert len(README.splitlines()) <= 115
     assert len(BLOCKS) == README.count("```") // 2
-    assert list(BLOCKS) == ["install", "bfloat16", "float16", "main", "tests"]
+    assert list(BLOCKS) == ["install", "bfloat16", "float16"]
     lines = README.partition("<!-- block: install -->")[0].splitlines()
     assert len(lines) < 12
-    commands = [code for language, code in BLOCKS.values() if language == "bash"]
-    assert [command.strip().count("\n") for command in commands] == [0, 0, 0]
-    assert "python -m jmp_scale" in commands[0]
-    assert "examples/train_digits.py" in commands[1]
-    assert commands[2].strip().endswith("pytest")
+    assert "git clone https://github.com/OWNER/jmp_scale" in BLOCKS["install"][1]
+    assert README.count("git clone") == 1
+    assert "python -m jmp_scale" in BLOCKS["install"][1]
 
 
 def test_bfloat16_takes_one_line_and_float16_four():
-    assert added("bfloat16").count("\n") == 0
-    assert added("float16").count("\n") == 3
+    assert re.findall("^[+-]", BLOCKS["bfloat16"][1], re.MULTILINE) == ["-", "+"]
+    assert re.findall("# (added|was|value=loss is added)", BLOCKS["float16"][1]) == [
+        "added",
+        "was",
+        "was",
+        "value=loss is added",
+    ]
     assert "takes one line" in README
     assert "takes four" in README
 
 
-def added(name):
-    """The lines that a diff adds."""
-    return "\n".join(re.findall(r"^\+(.*)$", BLOCKS[name][1], re.MULTILINE))
+PROGRAM = BLOCKS["float16"][1]
 
 
-def code_of(name, without="-"):
-    """A block's code; a diff as it stands afterwards, or (without="+") before."""
-    language, code = BLOCKS[name]
-    if language != "diff":
-        return code
-    lines = [line for line in code.splitlines() if not line.startswith(without)]
-    return "\n".join(line[1:] for line in lines) + "\n"
+def diff_of(name, without):
+    """A diff as it stands afterwards (without="-"), or before (without="+")."""
+    lines = BLOCKS[name][1].splitlines()
+    return "\n".join(line[1:] for line in lines if not line.startswith(without))
+
+
+def step_of(program):
+    """The lines of the program that make a step, for a loss of the test's own."""
+    return program[program.index("tx = ") :].partition("\nx = ")[0]
 
 
 def loss_fn(params, x):
@@ -73,9 +76,10 @@ def names():
     names = {"loss_fn": loss_fn, "params": params, "batch": batch}
     names |= {"jax": jax, "jmp_scale": jmp_scale, "optax": optax}
     with jax.numpy_rank_promotion("allow"):  # as in a reader's program
-        exec(code_of("bfloat16"), names)
+        exec(diff_of("bfloat16", without="-"), names)
         names["bfloat16_grads"] = names["grads"]
-        exec(code_of("float16"), names)
+        (half_loss,) = re.findall(r"^half_loss = .*$", PROGRAM, re.MULTILINE)
+        exec(f"{half_loss}\n{step_of(PROGRAM)}", names)
     return names
 
 
@@ -114,11 +118,23 @@ def test_the_step_of_float16_keeps_gradients_and_skips_an_overflow(names):
     assert {finding.severity for finding in report.findings} <= {"note"}
 
 
-def test_the_diffs_start_from_a_loop_that_runs(names):
+def test_the_program_of_float16_learns(capsys):
+    names = {}
+    exec(PROGRAM, names)
+    assert (
+        names["loss"]
+        < names["loss_fn"](jax.tree.map(jnp.zeros_like, names["params"]), names["x"])
+        / 2
+    )
+    assert capsys.readouterr().out.split() == [str(names["loss"]), "32768.0"]
+
+
+def test_what_stood_there_before_is_a_loop_that_runs(names):
     before = {name: names[name] for name in ("loss_fn", "params", "batch")}
     before |= {"jax": jax, "optax": optax}
-    exec(code_of("bfloat16", without="+"), before)
-    exec(code_of("float16", without="+"), before)
+    exec(diff_of("bfloat16", without="+"), before)
+    program = re.sub(r"= .*  # was (.*)$", r"= \1", PROGRAM, flags=re.MULTILINE)
+    exec(step_of(program.replace(", value=loss)", ")")), before)
     opt_state = before["tx"].init(before["params"])
     step = before["train_step"]
     params, _, loss = step(before["params"], opt_state, before["batch"])

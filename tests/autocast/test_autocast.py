@@ -826,7 +826,6 @@ def test_the_barrier_is_chosen_when_the_program_is_lowered(platform, barriers):
     grad = jax.jit(jax.grad(autocast(two_layers, "float16")))
     text = export.export(grad, platforms=[platform])(W, X).mlir_module()
     assert ("optimization_barrier" in text) == barriers
-    assert ("num_primitive_operations" in text) == (platform == "cuda")
 
 
 def test_all_operations_share_the_cast_of_what_a_product_read():

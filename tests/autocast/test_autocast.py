@@ -29,7 +29,7 @@ from flax.training.dynamic_scale import DynamicScale
 from helpers import EXPLICIT, ONE_AXIS, one_of, sharded
 from jax import export, lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
-from jax.experimental import pallas
+from jax.experimental import jet, pallas
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -1064,6 +1064,53 @@ def test_a_custom_vjp_that_closes_over_data_is_an_error_that_names_the_cure():
         grad(W, X)
     outside = jax.jit(jax.grad(autocast(lambda w: loss(w, X), "bfloat16")))
     assert_close(outside(W), jax.grad(loss)(W, X), 0.02)
+
+
+@jax.custom_vjp
+def cubed(x):
+    return x**3
+
+
+cubed.defvjp(lambda x: (x**3, x), lambda x, g: (3 * x * x * g,))
+
+
+def test_jet_raises_what_jax_says_and_blames_no_custom_vjp():
+    """It knows no functions with rules of their own, of which autocast makes some."""
+    half = autocast(lambda w: mean_square(cubed(X @ w)), "bfloat16")
+    with pytest.raises(jax.errors.UnexpectedTracerError) as caught:
+        jet.jet(half, (W,), [[W, 0 * W]])
+    assert "custom_vjp" not in str(caught.value)
+
+
+def branching(w, batch, *rest, scale=1.0):
+    return jnp.sum(w @ w) * scale if batch["x"].sum() > 0 else rest
+
+
+def as_numpy(w, batch, *rest, scale=1.0):
+    return jnp.sum(w) * np.asarray(rest[0]["y"]).sum()
+
+
+def as_integer(w, batch, *rest, scale=1.0):
+    return jnp.zeros(int(scale))
+
+
+def as_index(w, batch, *rest, scale=1.0):
+    return [w][batch["n"]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fun", [branching, as_numpy, as_integer, as_index])
+def test_an_error_while_it_traces_names_function_and_argument_as_jit_does(fun, dtype):
+    args = W.astype(dtype), {"n": jnp.int32(0), "x": V}, {"y": X}
+
+    def message(transformed):
+        with pytest.raises((TypeError, jax.errors.ConcretizationTypeError)) as caught:
+            transformed(*args, scale=jnp.float32(2))
+        return str(caught.value)
+
+    wanted = message(jax.jit(fun))
+    assert "test_autocast.py" in wanted
+    assert message(autocast(fun, "bfloat16")) == wanted
 
 
 def test_constant_results_are_arrays():

@@ -787,6 +787,26 @@ def test_a_call_that_cannot_be_read_warns_once_and_stays_float32(fun, call):
     assert F32 in products(half, W, X)
 
 
+def late_cast(q, k):
+    return jnp.tanh(n32(q) @ n32(k)).astype(q.dtype)
+
+
+with_rule = jax.custom_vjp(late_cast)
+with_rule.defvjp(
+    lambda *of: (late_cast(*of), of), lambda of, g: jax.vjp(late_cast, *of)[1](g)
+)
+
+
+@pytest.mark.parametrize(
+    ("fun", "names"), [(in_half(with_rule), ()), (with_rule, ("late_cast",))]
+)
+def test_a_call_that_is_marked_or_named_does_not_warn(fun, names):
+    half = autocast(
+        lambda w, x: mean_square(fun(x @ w, w)), "bfloat16", keep_float32=names
+    )
+    assert {*products(jax.grad(half), W, X)} == {BF16, F32}
+
+
 @pytest.mark.parametrize("name", ["scan_reversed_and_unrolled", "remat"])
 def test_loops_and_checkpoints_keep_their_options(name):
     fun, args, *_ = PROGRAMS[name]

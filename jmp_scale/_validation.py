@@ -168,7 +168,8 @@ def _is_numeric(arguments: Arguments, argument: str, value: Leaf) -> bool:
 
 def require_function(name: str, fun: object) -> None:
     """Raises a TypeError unless `fun` is a function, and not a model or a class."""
-    if is_module(fun) or inspect.isclass(fun):
+    is_linen = hasattr(fun, "apply") and getattr(fun, "scope", fun) is None
+    if is_linen or is_module(fun) or inspect.isclass(fun):
         raise TypeError(
             f"{name}: expected a function, got {described(fun)}; wrap the function "
             "that calls the model: lambda model, x: loss(model(x)), or of Linen "

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import jmp_scale
 import jmp_scale.checkpoints
@@ -141,6 +141,10 @@ MISTAKES = {
     "autocast of a class": (
         lambda: autocast(nnx.Linear, "bfloat16"),
         r"got the class Linear; .*lambda model, x: loss\(model\(x\)\)",
+    ),
+    "autocast of a Linen module": (
+        lambda: autocast(linen.Dense(3), "bfloat16"),
+        r"got a Dense; .*of Linen lambda params, x: loss\(model.apply\(params, x\)\)",
     ),
     "a text for a flag": (
         lambda: autocast(loss, "bfloat16", recompute="False"),

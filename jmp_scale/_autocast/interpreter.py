@@ -364,7 +364,10 @@ class Interpreter:
                 results = CALLS[primitive](eqn, operands, body)
             if results is not None:
                 return results
-        if products := [*filter(becomes_half, _jaxpr.equations_within(eqn))]:
+        # A call that reads half precision, as one marked by `in_half`, casts itself.
+        casts_itself = any(is_half(_jaxpr.dtype_name(v)) for v in eqn.invars)
+        products = [*filter(becomes_half, _jaxpr.equations_within(eqn))]
+        if products and not casts_itself:
             name, place = _jaxpr.name_of_call(eqn), _jaxpr.place_of([*products, eqn])
             self.notes.warn_once(
                 name,

@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
 from .._contexts import UNSCALED
-from .._jaxpr import Program, bare, shape, variables
+from .._jaxpr import Program, bare, name_of_call, shape, subjaxprs, variables
 from .._tree import is_module
 from .._validation import callers, require_callable
 from .derivatives import with_value
@@ -205,8 +205,8 @@ def meet(names: Collection[str], eqn: JaxprEqn) -> Met:
     if not names:
         return Met(_EXEMPT in scopes, set(), set())
     own, others, places = {*scopes}, set[str](), list[str]()
-    if isinstance(eqn.params.get("name"), str):
-        own.add(eqn.params["name"])
+    if len(subjaxprs(eqn)) == 1:  # one function is called
+        own.add(name_of_call(eqn))
     for frame in getattr(eqn.source_info.traceback, "frames", ()):
         parts = frame.function_name.split(".")
         # jax 0.8 keeps the frames outside of a nested trace; newer ones do not.

@@ -23,6 +23,13 @@ from .._policy import holds_half, is_half
 from .._tree import is_array, is_module
 from .._types import Arrays, PyTree
 
+# Errors that name the argument on which a value depends.
+_NOT_CONCRETE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
 
 class Traced(NamedTuple):
     """A function as a program, and how to call it."""
@@ -39,6 +46,14 @@ def trace(fun: Callable[..., Any], args: PyTree, kwargs: PyTree) -> Traced:
     it is traced as it is given.
     """
     call = _Call(fun, args, kwargs)
+    try:
+        return _traced(call)
+    except _NOT_CONCRETE as error:
+        error.args = (call.with_names(str(error)),)
+        raise
+
+
+def _traced(call: "_Call") -> Traced:
     if not any(map(holds_half, call.arrays)):
         program = jax.make_jaxpr(call)(*call.arrays)
         return Traced(program, call.arrays, call.returned)
@@ -77,6 +92,9 @@ class _Call:
         self._count = len(own)
         self.arrays = [*map(jnp.asarray, [*own, *given])]
         self.__name__ = self.__qualname__ = getattr(fun, "__name__", "fun")
+        self.__wrapped__ = fun  # JAX's errors name it, and its file
+        self.__signature__ = inspect.signature(self.__call__)
+        self._leaves, self._args, self._kwargs = [*own, *given], args, kwargs
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
         fun = self._with_own(arrays[: self._count])
@@ -84,6 +102,20 @@ class _Call:
         results, self._out_tree = jax.tree.flatten(fun(*args, **kwargs))
         self._out = [_ARRAY if isinstance(x, jax.Array) else x for x in results]
         return [x for x in results if isinstance(x, jax.Array)]
+
+    def with_names(self, text: str) -> str:
+        """Returns a text with the names of arguments as `jax.jit` gives them."""
+        names = {}
+        with contextlib.suppress(TypeError, ValueError):  # it has no signature
+            signature = inspect.signature(self.__wrapped__)
+            given = signature.bind(*self._args, **self._kwargs).arguments
+            for name, value in given.items():
+                for path, leaf in jax.tree_util.tree_leaves_with_path(value):
+                    names[id(leaf)] = name + jax.tree_util.keystr(path)
+        for i, leaf in enumerate(self._leaves):
+            name = names.get(id(leaf), "an array of the function")
+            text = text.replace(f"arrays[{i}]", name)
+        return text
 
     def returned(self, outputs: Arrays) -> PyTree:
         """Returns the result of the call, with these arrays in it."""

@@ -29,7 +29,7 @@ from flax.training.dynamic_scale import DynamicScale
 from helpers import EXPLICIT, ONE_AXIS, one_of, sharded
 from jax import export, lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
-from jax.experimental import pallas
+from jax.experimental import jet, pallas
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -787,6 +787,26 @@ def test_a_call_that_cannot_be_read_warns_once_and_stays_float32(fun, call):
     assert F32 in products(half, W, X)
 
 
+def late_cast(q, k):
+    return jnp.tanh(n32(q) @ n32(k)).astype(q.dtype)
+
+
+with_rule = jax.custom_vjp(late_cast)
+with_rule.defvjp(
+    lambda *of: (late_cast(*of), of), lambda of, g: jax.vjp(late_cast, *of)[1](g)
+)
+
+
+@pytest.mark.parametrize(
+    ("fun", "names"), [(in_half(with_rule), ()), (with_rule, ("late_cast",))]
+)
+def test_a_call_that_is_marked_or_named_does_not_warn(fun, names):
+    half = autocast(
+        lambda w, x: mean_square(fun(x @ w, w)), "bfloat16", keep_float32=names
+    )
+    assert {*products(jax.grad(half), W, X)} == {BF16, F32}
+
+
 @pytest.mark.parametrize("name", ["scan_reversed_and_unrolled", "remat"])
 def test_loops_and_checkpoints_keep_their_options(name):
     fun, args, *_ = PROGRAMS[name]
@@ -1065,6 +1085,53 @@ def test_a_custom_vjp_that_closes_over_data_is_an_error_that_names_the_cure():
     assert_close(outside(W), jax.grad(loss)(W, X), 0.02)
 
 
+@jax.custom_vjp
+def cubed(x):
+    return x**3
+
+
+cubed.defvjp(lambda x: (x**3, x), lambda x, g: (3 * x * x * g,))
+
+
+def test_jet_raises_what_jax_says_and_blames_no_custom_vjp():
+    """It knows no functions with rules of their own, of which autocast makes some."""
+    half = autocast(lambda w: mean_square(cubed(X @ w)), "bfloat16")
+    with pytest.raises(jax.errors.UnexpectedTracerError) as caught:
+        jet.jet(half, (W,), [[W, 0 * W]])
+    assert "custom_vjp" not in str(caught.value)
+
+
+def branching(w, batch, *rest, scale=1.0):
+    return jnp.sum(w @ w) * scale if batch["x"].sum() > 0 else rest
+
+
+def as_numpy(w, batch, *rest, scale=1.0):
+    return jnp.sum(w) * np.asarray(rest[0]["y"]).sum()
+
+
+def as_integer(w, batch, *rest, scale=1.0):
+    return jnp.zeros(int(scale))
+
+
+def as_index(w, batch, *rest, scale=1.0):
+    return [w][batch["n"]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fun", [branching, as_numpy, as_integer, as_index])
+def test_an_error_while_it_traces_names_function_and_argument_as_jit_does(fun, dtype):
+    args = W.astype(dtype), {"n": jnp.int32(0), "x": V}, {"y": X}
+
+    def message(transformed):
+        with pytest.raises((TypeError, jax.errors.ConcretizationTypeError)) as caught:
+            transformed(*args, scale=jnp.float32(2))
+        return str(caught.value)
+
+    wanted = message(jax.jit(fun))
+    assert "test_autocast.py" in wanted
+    assert message(autocast(fun, "bfloat16")) == wanted
+
+
 def test_constant_results_are_arrays():
     half = autocast(lambda w: (X @ w, jnp.int32(3), jnp.asarray(1.0)), "float16")
     for x, dtype in zip(half(W)[1:], ("int32", "float32"), strict=True):
@@ -1106,6 +1173,26 @@ def test_effects_keep_their_order():
     jax.block_until_ready(jax.jit(autocast(f, "float16"))(W, X))
     jax.effects_barrier()
     assert seen == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_rule_may_have_an_ordered_effect(recompute):
+    seen = []
+    fun = jax.custom_jvp(jnp.tanh)
+
+    @fun.defjvp
+    def _(primals, tangents):
+        y = jnp.tanh(primals[0])
+        jax.debug.callback(lambda _: seen.append(1), y[0, 0], ordered=True)
+        return y, tangents[0] * (1 - y * y)
+
+    def loss(w):
+        return mean_square(fun(X @ w))
+
+    got = jax.jit(jax.grad(autocast(loss, "bfloat16", recompute=recompute)))(W)
+    jax.effects_barrier()
+    assert seen
+    assert_close(got, jax.grad(loss)(W), 0.02)
 
 
 def bare_nnx_loss(model, x):

@@ -7,6 +7,7 @@ import re
 
 import _targets
 import autocast
+import clocked
 import correctness
 import half_storage
 import jax
@@ -179,3 +180,10 @@ def test_a_compiler_that_is_missing_is_named_with_its_extra(monkeypatch):
     monkeypatch.setattr(_targets.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="--group tpu-compile"):
         overhead.main(["--target", "tpu-v6e"])
+
+
+def test_the_page_of_a_gpus_times_is_what_the_command_prints(capsys):
+    results = pathlib.Path(__file__).parents[1] / "benchmarks/results"
+    clocked.main([str(results / "h200.jsonl")])
+    page = (results / "h200.md").read_text()
+    assert page.endswith(capsys.readouterr().out)

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
@@ -139,7 +138,10 @@ def differentiated(
     def unscaled_value_and_grad(
         *args: PyTree, **fun_kwargs: PyTree
     ) -> tuple[PyTree, PyTree]:
-        _warn_if_captured(function, loss_scale, args)
+        # A captured batch does not make a step eager; constant parameters do.
+        by_position = type(argnums) is int and -len(args) <= argnums < len(args)
+        params = args[argnums] if by_position else args
+        _warn_if_captured(function, loss_scale, params)
         with UNSCALED(isinstance(loss_scale, NoOpLossScale)):
             result = scaled_value_and_grad(*args, **fun_kwargs)
         pair, grads = result
@@ -157,15 +159,17 @@ def differentiated(
     return unscaled_value_and_grad
 
 
-def _warn_if_captured(function: str, loss_scale: LossScale, args: PyTree) -> None:
-    """Warns if a function is traced with its arguments, but S is a constant in it."""
-    leaves = jax.tree.leaves(loss_scale)
-    given = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
-    is_traced = any(isinstance(x, Tracer) for x in given)
-    arrays = [x for x in leaves if isinstance(x, (jax.Array, np.ndarray))]
-    is_constant = bool(arrays) and not any(isinstance(x, Tracer) for x in arrays)
+def _warn_if_captured(
+    function: str, loss_scale: LossScale, differentiated: PyTree
+) -> None:
+    """Warns if parameters are traced, but S is a constant of the traced function."""
+    numbers = [x for x in jax.tree.leaves(loss_scale) if hasattr(x, "dtype")]
+    is_constant = bool(numbers) and not any(isinstance(x, Tracer) for x in numbers)
     # A new array is traced inside `jit`, but not inside an eager `vmap`.
-    if is_traced and is_constant and isinstance(jnp.zeros(()), Tracer):
+    is_compiled = isinstance(jnp.zeros(()), Tracer)
+    params = [x for x in jax.tree.leaves(differentiated) if isinstance(x, jax.Array)]
+    are_traced = bool(params) and all(isinstance(x, Tracer) for x in params)
+    if is_constant and is_compiled and are_traced:
         warn(
             f"{function}: expected S as an argument of the traced function, got "
             f"{loss_scale!r} from outside, which stays so in every call. Pass what "

@@ -27,6 +27,8 @@ SUM_OF_PRODUCTS = jmp_scale.grad(lambda w, x: jnp.sum(w @ x), CAPTURED)
 
 CAPTURING = [gradient, jax.vmap(gradient)]
 CAPTURING += [lambda w: gradient(w, jax.device_get(CAPTURED))]  # from the host
+BATCH = jnp.ones((3, 3))
+CAPTURING += [lambda w: SUM_OF_PRODUCTS(w, BATCH)]  # beside a captured batch
 
 
 @pytest.mark.parametrize("traced", CAPTURING)

@@ -9,7 +9,7 @@ transposes in float32, and a gradient is rounded once, where it leaves `autocast
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
@@ -63,7 +63,9 @@ def _traced(call: "_Call") -> Traced:
     if program is None:
         program = jax.make_jaxpr(call)(*call.arrays)
         return Traced(program, call.arrays, call.returned)
-    types = jax.eval_shape(call, *call.arrays)
+    types: Sequence[Any] = program.out_avals
+    with contextlib.suppress(Exception):  # it takes no half-precision arrays
+        types = jax.eval_shape(call, *call.arrays)
 
     def returned(outputs: Arrays) -> PyTree:
         pairs = zip(outputs, types, strict=True)

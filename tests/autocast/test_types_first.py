@@ -800,3 +800,18 @@ def test_a_program_of_explicit_half_precision_is_no_worse_than_without(program):
     wanted, found = flat(plain[1]), flat(cast[1])
     # Both have the roundings of half-precision programs, in other places.
     assert np.linalg.norm(found - wanted) < 0.1 * np.linalg.norm(wanted)
+
+
+def test_layers_that_compare_dtypes_take_half_precision_weights():
+    layer = eqx.nn.Conv2d(3, 4, 3, dtype="bfloat16", key=jax.random.key(0))
+    x = jnp.ones((3, 8, 8))
+
+    def loss(layer, x):
+        return jnp.mean(layer(x) ** 2)
+
+    with pytest.raises(TypeError, match="same dtypes"):
+        loss(layer, x)
+    value, gradient = jax.value_and_grad(autocast(loss, "bfloat16"))(layer, x)
+    wide = jax.tree.map(lambda w: w.astype("float32"), layer, is_leaf=eqx.is_array)
+    assert (value.dtype, gradient.weight.dtype) == ("float32", "bfloat16")
+    np.testing.assert_allclose(value, loss(wide, x), rtol=0.02)

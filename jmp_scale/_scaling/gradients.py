@@ -139,8 +139,9 @@ def differentiated(
         *args: PyTree, **fun_kwargs: PyTree
     ) -> tuple[PyTree, PyTree]:
         # A captured batch does not make a step eager; constant parameters do.
-        by_position = type(argnums) is int and -len(args) <= argnums < len(args)
-        params = args[argnums] if by_position else args
+        params = args
+        if isinstance(argnums, int) and -len(args) <= argnums < len(args):
+            params = args[argnums]
         _warn_if_captured(function, loss_scale, params)
         with UNSCALED(isinstance(loss_scale, NoOpLossScale)):
             result = scaled_value_and_grad(*args, **fun_kwargs)

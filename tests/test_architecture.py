@@ -23,6 +23,7 @@ TESTED_BY = {
     "_autocast.interpreter": ("autocast/test_autocast", "programs run as planned"),
     "_autocast.recompute.units": ("autocast/test_exact", "it is what was computed"),
     "_autocast.higher_order": ("autocast/test_autocast", "loops run as they did"),
+    "_processor": ("test_machine", "the command says what the processor has"),
     "_pytree": ("scaling/test_loss_scale", "fields are those of loss scales"),
     "_contexts": ("scaling/test_gradients", "value_and_grad sets them"),
     "_state": ("scaling/test_transform", "a state is what the transformation returns"),

@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import pathlib
-import platform
 import shlex
 import sys
 import time
@@ -18,6 +17,7 @@ from tqdm import tqdm
 
 import jmp_scale
 from jmp_scale._machine import versions
+from jmp_scale._processor import processor_name
 from jmp_scale.diagnostics._timing import Ratio, seconds_of
 
 PACKAGES = "jax jaxlib libtpu jax-cuda12-plugin optax flax jmp mixed-precision-for-JAX"
@@ -98,7 +98,7 @@ def report(tables, device=None):
     """Prints the tables as Markdown, below the machine and the versions."""
     if device is None:
         kind = jax.devices()[0].device_kind
-        device = f"{jax.device_count()} x {kind} ({_processor()})"
+        device = f"{jax.device_count()} x {kind} ({processor_name()})"
     command = shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])
     found = {"jmp_scale": jmp_scale.__version__} | versions(PACKAGES)
     used = ", ".join(" ".join(pair) for pair in found.items())
@@ -111,12 +111,3 @@ def _warm_up(run: Callable[[], Any]) -> float:
     """Runs twice, the first time to compile; seconds of the second."""
     seconds_of(run, 1)
     return seconds_of(run, 1)
-
-
-def _processor() -> str:
-    info = pathlib.Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if "model name" in line]
-    if names:
-        return f"{len(names)} x {names[0]}"
-    return platform.processor() or platform.machine()

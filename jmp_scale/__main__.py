@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +12,9 @@ import jax
 
 from . import __version__
 from . import _machine as machine
-from .diagnostics._timing import compare, markdown
+from ._processor import has_bfloat16_units, processor_name
+from .diagnostics._timing import Comparison, compare, markdown
 
-_SECONDS = 10.0, 25.0  # of the rounds, for the products and for each table of a model
 _SEND = (
     'An issue of the form "Times on your device" in the repository takes the file that '
     "`python -m jmp_scale --measure --json > times.json` writes."
@@ -21,33 +22,28 @@ _SEND = (
 
 
 def main(
-    argv: Sequence[str] | None = None,
-    *,
-    side: int | None = None,
-    sizes: machine.ModelSizes | None = None,
-    seconds: tuple[float, float] = _SECONDS,
+    argv: Sequence[str] | None = None, *, plan: machine.Plan | None = None
 ) -> None:
-    """Prints the report. The last three are for tests: small sizes, little time."""
+    """Prints the report. `plan` is for tests: small sizes, little time."""
     arguments = _parser().parse_args(argv)
-    device = machine.device()
-    on_cpu = device["platform"] == "cpu"
-    products = machine.products(side or (512 if on_cpu else 8192), seconds[0])
+    logging.basicConfig(format="%(message)s")  # on stderr
+    logging.getLogger("jmp_scale").setLevel(logging.INFO)  # which says the progress
+    device, has_units = machine.device(), has_bfloat16_units()
+    plan = plan or machine.plan(device["platform"], has_units=has_units)
+    products = machine.products(plan.side, plan.seconds[0])
+    model = _measured(plan) if arguments.measure else []
+    # The gradients of a model say more than a product does.
+    shown = next((found for found in model if found.believable), products)
     report: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
         "device": device,
+        "processor": {"name": processor_name(), "bfloat16_units": has_units},
         "versions": {"jmp_scale": __version__, **machine.versions()},
         "environment": machine.environment(),
-        "advice": machine.advice(products, device["platform"]),
-        "comparisons": [products],
+        "advice": machine.advice(shown, device["platform"], has_units=has_units),
+        "comparisons": [products, *model],
     }
     if arguments.measure:
-        model = machine.gpt(sizes or (machine.FOR_CPU if on_cpu else machine.USUAL))
-        report["comparisons"] += [
-            compare(
-                *machine.gradients(model), seconds[1], gradient_of=lambda out: out[1]
-            ),
-            compare(*machine.steps(model), seconds[1]),
-        ]
         stats = jax.local_devices()[0].memory_stats() or {}
         report["peak_bytes_of_first_device"] = stats.get("peak_bytes_in_use")
         report["send"] = _SEND
@@ -55,6 +51,16 @@ def main(
         print(json.dumps(report, default=dataclasses.asdict, indent=1))
     else:
         print(_text(report))
+
+
+def _measured(plan: machine.Plan) -> list[Comparison]:
+    """Compares the gradients, and then whole steps, of a model."""
+    model, seconds = machine.gpt(plan.sizes), plan.seconds[1]
+    of_loss, of_steps = machine.gradients(model), machine.steps(model)
+    return [
+        compare(*of_loss, seconds, gradient_of=lambda out: out[1]),
+        compare(*of_steps, seconds),
+    ]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="also measures what you would gain: times, memory and errors of the "
         "gradient of GPT-2, and of whole steps, in float32, cast by hand and with "
-        "autocast (a minute, and the time to compile ten programs)",
+        "autocast (a minute, and the time to compile ten programs, which are named)",
     )
     parser.add_argument(
         "--json", action="store_true", help="prints all measurements as JSON"
@@ -82,6 +88,8 @@ def _text(report: dict[str, Any]) -> str:
     where = f"{device['count']} x {device['kind']} ({device['platform']})"
     if memory := device["memory_bytes_each"]:
         where += f", {memory / 2**30:.1f} GiB each"
+    if device["platform"] == "cpu":
+        where += f", {report['processor']['name']}"
     named = ", ".join(map(" ".join, report["versions"].items()))
     blocks = [f"{where}, {report['date']}; {named}."]
     blocks += [f"{name}={value}" for name, value in report["environment"].items()]

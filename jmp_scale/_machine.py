@@ -37,14 +37,24 @@ _TAKE = {
     "bfloat16": 'Take "bfloat16", which needs no loss scale.',
     "float16": 'Take "float16" with DynamicLossScale().',
 }
-_ON_CPU = (
-    "This is a CPU: half precision is for tests here, not for speed, and the times say "
-    "nothing about an accelerator. Run this there."
-)
 _TF32 = (
     'half precision saves memory only. If float32 at precision "highest" is slower '
     "than float32, the device already uses fewer digits (TF32)."
 )
+_UNITS_GAIN = (
+    "The matrix units of this CPU (AMX) compute its products. Use autocast: it leaves "
+    "the rest in float32, which casts by hand make slower."
+)
+_UNITS_IDLE = (
+    f"its matrix units for bfloat16 (AMX) do not show with jax {jax.__version__}. "
+    "jax 0.12 uses them; older versions may use them only for products with a float32 "
+    "result, which autocast makes too: see what --measure says of it."
+)
+_NO_UNITS = (
+    "use half precision for tests here, not for speed: no matrix units for bfloat16 "
+    "(AMX) were found."
+)
+_CPU = "This is a CPU, whose times say nothing about an accelerator: run this there."
 
 
 def versions(packages: str = _PACKAGES) -> dict[str, str]:
@@ -88,22 +98,32 @@ def products(side: int, seconds: float) -> Comparison:
     return compare(title, programs, seconds, flops=2.0 * side**3)
 
 
-def advice(products: Comparison, platform: str) -> str:
-    """Recommends a dtype for this machine from the products that ran."""
-    if platform == "cpu":
-        return _ON_CPU
-    gains = {row.program: row.gain.median for row in products.rows if row.gain}
-    measured = [dtype for dtype in HALVES if dtype in gains]
-    least = max(_FAST, products.believable or 1)
-    for dtype in measured:
-        if gains[dtype] > least:
-            return _TAKE[dtype]
-    if not measured:
-        return "No advice: no product in half precision could be compared with float32."
-    return (
-        f"{' and '.join(measured)}: no gain above {least:.1f} times in a product of "
-        f"this size, so {_TF32}"
-    )
+def advice(measured: Comparison, platform: str, *, has_units: bool) -> str:
+    """Recommends a dtype for this machine from the products or gradients that ran.
+
+    `has_units` says whether the CPU has matrix units for bfloat16.
+    """
+    on_cpu = platform == "cpu"
+    gains = _gains(measured)
+    least = max(_FAST, measured.believable or 1)
+    fast = [dtype for dtype, gain in gains.items() if gain > least]
+    if not gains:
+        text = "No advice: no product in half precision could be compared with float32."
+    elif fast:
+        uses_units = on_cpu and has_units and fast[0] == "bfloat16"
+        text = f"{_TAKE[fast[0]]} {_UNITS_GAIN}" if uses_units else _TAKE[fast[0]]
+    else:
+        on_this_cpu = _UNITS_IDLE if has_units else _NO_UNITS
+        text = f"{' and '.join(gains)}: no gain above {least:.1f} times in the "
+        text += f"{measured.title}, so {on_this_cpu if on_cpu else _TF32}"
+    return f"{text} {_CPU}" if on_cpu else text
+
+
+def _gains(measured: Comparison) -> dict[str, float]:
+    """How many times as fast products or `autocast` are, by half-precision dtype."""
+    rows = {row.program.removeprefix("autocast, "): row for row in measured.rows}
+    found = {dtype: rows[dtype].gain for dtype in HALVES if dtype in rows}
+    return {dtype: gain.median for dtype, gain in found.items() if gain}
 
 
 class ModelSizes(NamedTuple):
@@ -119,6 +139,30 @@ class ModelSizes(NamedTuple):
 
 USUAL = ModelSizes(4, 768, 12, 1024, 4, 50_257)
 FOR_CPU = ModelSizes(2, 128, 4, 128, 2, 1024)
+FOR_UNITS = ModelSizes(2, 512, 8, 128, 4, 4096)  # smaller ones do not show the gain
+
+
+class Plan(NamedTuple):
+    """How large is what a machine computes, and for how long.
+
+    Attributes:
+      side: of the matrices.
+      sizes: of the model.
+      seconds: of the rounds, for the products and for each table of the model.
+    """
+
+    side: int
+    sizes: ModelSizes
+    seconds: tuple[float, float]
+
+
+def plan(platform: str, *, has_units: bool) -> Plan:
+    """Returns what to measure on this machine."""
+    if platform != "cpu":
+        return Plan(8192, USUAL, (10.0, 25.0))
+    if has_units:
+        return Plan(2048, FOR_UNITS, (10.0, 15.0))
+    return Plan(512, FOR_CPU, (10.0, 25.0))
 
 
 class Model(NamedTuple):

@@ -11,6 +11,7 @@ import pytest
 
 from jmp_scale import __main__ as command
 from jmp_scale import _machine as machine
+from jmp_scale import _processor as processor
 from jmp_scale.diagnostics import _timing as timing
 from jmp_scale.diagnostics._timing import (
     CONTROL,
@@ -49,7 +50,7 @@ def few_calls():
 
 
 def report(capsys, *arguments):
-    command.main(arguments, side=8, sizes=TINY, seconds=(100, 100))
+    command.main(arguments, plan=machine.Plan(8, TINY, (100, 100)))
     return capsys.readouterr().out
 
 
@@ -61,7 +62,7 @@ def test_the_report_names_versions_device_products_and_advice(capsys):
     assert re.search(head + r"\| MiB per device \| +TFLOP/s \|", text)
     assert re.search(rf"\| float16 +\| +\S+ \| +{RATIO} \| +0.0 \| +\S+ \|", text)
     assert re.search(r"Believe no gain below \d+\.\d\d: float32 beside itself", text)
-    assert "This is a CPU: half precision is for tests here" in text
+    assert "This is a CPU, whose times say nothing about an accelerator" in text
     assert "JAX_PLATFORMS=cpu" in text
 
 
@@ -82,7 +83,7 @@ def perceptron(sizes):
 def test_json_holds_a_model_in_every_precision(model, title, monkeypatch, capsys):
     monkeypatch.setattr(machine, "gpt", model)
     found = json.loads(report(capsys, "--measure", "--json"))
-    names = "date device versions environment advice comparisons "
+    names = "date device processor versions environment advice comparisons "
     assert " ".join(found) == names + "peak_bytes_of_first_device send"
     assert {"python", "jmp_scale", "jax", "jaxlib", "optax"} <= found["versions"].keys()
     kinds = ["product of two 8 x 8 matrices", f"gradient of {title}"]
@@ -144,7 +145,7 @@ def test_no_program_is_left_out_where_compilations_take_all_the_time(monkeypatch
     found = compare("task", programs, seconds=1)
     assert [row.note for row in found.rows] == [""] * 4
     assert found.rows[2].gain.median == pytest.approx(4)
-    assert machine.advice(found, "gpu").startswith('Take "float16" with Dynamic')
+    assert advice(found, "gpu").startswith('Take "float16" with Dynamic')
 
 
 def test_a_program_that_runs_out_of_memory_in_a_round_loses_its_row_alone():
@@ -190,26 +191,107 @@ def test_a_program_that_the_device_refuses_is_said():
     assert re.search(r"\| b +\| +\S+ \| +- \|", timing.markdown(found))
 
 
+def advice(found, platform="gpu", has_units=False):
+    return machine.advice(found, platform, has_units=has_units)
+
+
+def halves(*gains, believable=1.05, prefix=""):
+    """A comparison in which both halves gain so much, or were refused."""
+    rows = [
+        Row(prefix + name, 1.0, gain=Ratio(x, x, x))
+        if x
+        else Row(prefix + name, note="refused: TypeError")
+        for name, x in zip(machine.HALVES, gains, strict=True)
+    ]
+    return Comparison("product of two matrices", tuple(rows), believable)
+
+
 ADVICE = [
     ((4.0, 4.0), 'Take "bfloat16", which'),
     ((4.0, None), 'Take "bfloat16", which'),
     ((1.0, 4.0), 'Take "float16" with'),
     ((None, 4.0), 'Take "float16" with'),
-    ((1.2, 1.3), "bfloat16 and float16: no gain above 1.3 times"),
+    ((1.2, 1.3), "bfloat16 and float16: no gain above 1.3 times in the product of two"),
     ((1.2, None), "bfloat16: no gain above 1.3 times"),
     ((None, None), "No advice"),
 ]
 
 
+@pytest.mark.parametrize("platform", ["gpu", "cpu"])
+@pytest.mark.parametrize("prefix", ["", "autocast, "])
 @pytest.mark.parametrize(("gains", "expected"), ADVICE)
-def test_advice_is_of_measured_products_and_of_gains_above_the_control(gains, expected):
-    rows = [
-        Row(name, 1.0, Ratio(x, x, x)) if x else Row(name, note="refused: TypeError")
-        for name, x in zip(machine.HALVES, gains, strict=True)
-    ]
-    text = machine.advice(Comparison("", tuple(rows), 1.05), "gpu")
-    assert text.startswith(expected)
-    assert "Take" not in machine.advice(Comparison("", tuple(rows), 4.5), "gpu")
+def test_advice_is_of_what_was_measured_and_of_gains_above_the_control(
+    gains, expected, prefix, platform
+):
+    assert advice(halves(*gains, prefix=prefix), platform).startswith(expected)
+    noisy = halves(*gains, prefix=prefix, believable=4.5)
+    assert "Take" not in advice(noisy, platform)
+
+
+# (bfloat16's gain on a CPU, whether it has matrix units): what is said, and what not.
+ON_CPU = [
+    (5.0, True, "matrix units of this CPU (AMX) compute", "for tests here"),
+    (5.0, False, 'Take "bfloat16"', "AMX"),
+    (1.0, True, f"do not show with jax {jax.__version__}", "for tests here"),
+    (1.0, False, "for tests here, not for speed: no matrix units", "jax 0.12"),
+]
+
+
+@pytest.mark.parametrize(("gain", "has_units", "said", "not_said"), ON_CPU)
+def test_a_cpu_gets_the_advice_that_its_matrix_units_give(
+    gain, has_units, said, not_said
+):
+    text = advice(halves(gain, 0.9), "cpu", has_units)
+    assert said in text
+    assert not_said not in text
+    assert text.endswith("say nothing about an accelerator: run this there.")
+
+
+def test_float16_does_not_gain_by_the_units_of_bfloat16():
+    assert "AMX" not in advice(halves(1.0, 2.0), "cpu", has_units=True)
+
+
+def test_a_cpu_with_matrix_units_measures_a_model_that_shows_them():
+    with_units, without = (machine.plan("cpu", has_units=x) for x in (True, False))
+    assert with_units.sizes.width == 512
+    assert without.sizes.width < 512
+    assert machine.plan("gpu", has_units=False).sizes == machine.USUAL
+
+
+INTEL = """processor\t: 0
+model name\t: Intel(R) Xeon(R) Platinum 8488C
+flags\t\t: fpu avx512f amx_bf16 amx_tile
+flags of something else\t: none
+
+processor\t: 1
+model name\t: Intel(R) Xeon(R) Platinum 8488C
+flags\t\t: fpu avx512f amx_bf16 amx_tile
+"""
+DESCRIPTIONS = [
+    (INTEL, True, "2 x Intel(R) Xeon(R) Platinum 8488C"),
+    (INTEL.replace("amx_bf16 ", ""), False, "2 x Intel(R) Xeon(R) Platinum 8488C"),
+    (INTEL.replace("amx_bf16", "avx512_bf16 amx_bf16x"), False, "2 x Intel(R) Xeon"),
+    ("Features : fp asimd bf16\n", False, ""),
+    (None, False, ""),
+]
+
+
+@pytest.mark.parametrize(("text", "expected", "name"), DESCRIPTIONS)
+def test_matrix_units_are_those_that_linux_names(
+    text, expected, name, monkeypatch, tmp_path
+):
+    path = tmp_path / "cpuinfo"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setattr(processor, "_DESCRIPTION", path)
+    for cached in (processor.has_bfloat16_units, processor._values):
+        cached.cache_clear()
+    try:
+        assert processor.has_bfloat16_units() is expected
+        assert processor.processor_name().startswith(name)
+    finally:
+        for cached in (processor.has_bfloat16_units, processor._values):
+            cached.cache_clear()
 
 
 @pytest.mark.slow

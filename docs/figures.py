@@ -135,8 +135,8 @@ def _layer(ax):
         _arrow(ax, (0, row + 0.36), (0, row + 0.64))
         _arrow(ax, (2, row + 0.64), (2, row + 0.36))
         if kept:
-            # The next operation reads what is saved in half precision, as the derivative
-            # of a softmax does.
+            # The next operation reads what is saved in half precision; a softmax's
+            # derivative reads it too.
             readers = {row + 1 if half else row, row + 1 if product else row}
             _box(ax, 1, row, kept, half=half)
             _arrow(ax, (0.4, row), (0.6, row))
@@ -149,7 +149,9 @@ def _layer(ax):
 def _derivative(name, product, again):
     if product:
         return "two products"
-    return f"{name}: recomputed,\nand its derivative" if again else f"derivative of {name}"
+    return (
+        f"{name}: recomputed,\nand its derivative" if again else f"derivative of {name}"
+    )
 
 
 def _box(ax, column, row, text, *, half=False, again=False):

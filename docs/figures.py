@@ -94,7 +94,7 @@ def spikes(path, steps=600):
     top.figure.savefig(path, dpi=200, transparent=True)
 
 
-# One layer of a transformer: operation, whether it is a product, what of it is kept.
+# One layer of a transformer: operation, whether it is a product, what of it is saved.
 LAYER = [
     ("norm", False, "stream (float32)"),
     ("product: Wq, Wk, Wv", True, "q, k, v (half)"),
@@ -111,21 +111,21 @@ HALF, AGAIN = "#0072b2", "#d55e00"
 
 
 def autocast(path):
-    """One layer under `autocast`: forward (down), what is kept, backward (up)."""
+    """One layer under `autocast`: forward (down), what is saved, backward (up)."""
     with plt.rc_context({"text.color": _show.INK}):
         figure, ax = plt.subplots(figsize=(6.6, 6.8), layout="constrained")
         _layer(ax)
         end = len(LAYER) + 1.5
         _box(ax, 0, end, "half precision", half=True)
         _box(ax, 1, end, "float32")
-        _box(ax, 2, end, "float32, made again", again=True)
+        _box(ax, 2, end, "float32, recomputed", again=True)
         ax.set(xlim=(-0.45, 2.45), ylim=(-end - 0.5, 1.1))
         ax.axis("off")
         figure.savefig(path, dpi=200, transparent=True)
 
 
 def _layer(ax):
-    for column, title in enumerate(("forward", "kept", "backward")):
+    for column, title in enumerate(("forward", "saved", "backward")):
         ax.text(column, 0.8, title, ha="center", va="center", size=12)
     for row, (name, product, kept) in enumerate(LAYER):
         half = kept is not None and "half" in kept
@@ -135,11 +135,13 @@ def _layer(ax):
         _arrow(ax, (0, row + 0.36), (0, row + 0.64))
         _arrow(ax, (2, row + 0.64), (2, row + 0.36))
         if kept:
-            # The next operation reads a product's result.
-            reader = row + 1 if product else row
+            # The next operation reads what is saved in half precision; a softmax's
+            # derivative reads it too.
+            readers = {row + 1 if half else row, row + 1 if product else row}
             _box(ax, 1, row, kept, half=half)
             _arrow(ax, (0.4, row), (0.6, row))
-            _arrow(ax, (1.4, row), (1.6, reader))
+            for reader in readers:
+                _arrow(ax, (1.4, row), (1.6, reader))
     _box(ax, 0, len(LAYER), "add: the stream of\nthe next layer")
     _box(ax, 2, len(LAYER), "gradient of\nthe stream")
 
@@ -147,7 +149,9 @@ def _layer(ax):
 def _derivative(name, product, again):
     if product:
         return "two products"
-    return f"{name}: again,\nand its derivative" if again else f"derivative of {name}"
+    return (
+        f"{name}: recomputed,\nand its derivative" if again else f"derivative of {name}"
+    )
 
 
 def _box(ax, column, row, text, *, half=False, again=False):

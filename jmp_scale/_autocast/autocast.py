@@ -162,7 +162,7 @@ def autocast(
 
 def _closes_over_traced(jaxpr: Program, error: Exception) -> bool:
     """Whether a `custom_vjp` function closes over what `autocast` traced before."""
-    names = (eqn.primitive.name for eqn in _jaxpr.equations(jaxpr))
+    names = map(_jaxpr.name_of, _jaxpr.equations(jaxpr))
     has_rule = any(name.startswith("custom_vjp") for name in names)
     return has_rule and "DynamicJaxprTracer" in str(error)
 

@@ -1096,7 +1096,7 @@ cubed.defvjp(lambda x: (x**3, x), lambda x, g: (3 * x * x * g,))
 def test_jet_raises_what_jax_says_and_blames_no_custom_vjp():
     """It knows no functions with rules of their own, of which autocast makes some."""
     half = autocast(lambda w: mean_square(cubed(X @ w)), "bfloat16")
-    with pytest.raises(jax.errors.UnexpectedTracerError) as caught:
+    with pytest.raises((jax.errors.UnexpectedTracerError, KeyError)) as caught:
         jet.jet(half, (W,), [[W, 0 * W]])
     assert "custom_vjp" not in str(caught.value)
 

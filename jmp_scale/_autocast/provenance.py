@@ -138,11 +138,7 @@ class Reading:
         self._near_expensive = read_by_expensive(self.jaxpr)
         for eqn in self.jaxpr.eqns:
             for each in self._with_rounding(eqn):
-                step = self._step(self._without_name(each))
-                self.steps.append(step)
-                self._maker.update(dict.fromkeys(each.outvars, step))
-                found = self._provenance(step)
-                self.provenance.update(dict.fromkeys(each.outvars, found))
+                self._add(self._step(self._without_name(each)))
         self._drop_unread_steps()
         # Float32 variables whose half-precision copies are exact, and of these the ones
         # of which all operations read one cast.
@@ -153,6 +149,11 @@ class Reading:
             operands = {v for product in products for v in product.operands}
             self.shared = {*filter(self.is_data, operands)} - self.halves
             self.halves |= self.shared
+
+    def _add(self, step: Step) -> None:
+        self.steps.append(step)
+        self._maker.update(dict.fromkeys(step.outvars, step))
+        self.provenance.update(dict.fromkeys(step.outvars, self._provenance(step)))
 
     def _with_rounding(self, eqn: JaxprEqn) -> list[JaxprEqn]:
         """Returns the equation, and one that rounds the gradient of a bias's sum."""

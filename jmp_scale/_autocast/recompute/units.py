@@ -138,6 +138,9 @@ def _function_of(
     passes = _Passes(unit, cast)
     tangents = passes.tangents  # one object, which JAX traces once
 
+    def forward(read: UnitInputs) -> UnitResults:
+        return passes.evaluate(read)
+
     def derivative(
         results: UnitResults, args: tuple[UnitInputs], moves: tuple[UnitInputs]
     ) -> UnitResults:
@@ -150,7 +153,7 @@ def _function_of(
             saved=_or_zeros(results.saved, found),
         )
 
-    return with_derivative(functools.partial(passes.evaluate), derivative)
+    return with_derivative(forward, derivative)
 
 
 @dataclasses.dataclass(eq=False)

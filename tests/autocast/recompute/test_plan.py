@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import pytest
 from autocast_programs import W, X
 
+from jmp_scale import _jaxpr, autocast
+from jmp_scale._autocast.derivatives import CAST
 from jmp_scale._autocast.provenance import Origin, Rules, read
 from jmp_scale._autocast.recompute.plan import Unit, make_plan
 
@@ -49,3 +51,12 @@ def test_an_operand_is_recomputed_of_less_than_its_copy(columns, is_saved):
 
     (unit,) = (u for u in units_of(f, W, X) if "add" in primitives(u))
     assert bool(unit.places("is_saved_in_half")) == is_saved
+
+
+def test_what_a_unit_runs_has_the_name_by_which_reports_know_autocast():
+    def f(w, x):
+        return jnp.tanh(x @ w) @ w
+
+    program = jax.make_jaxpr(autocast(f, "bfloat16"))(W, X)
+    calls = [e for e in _jaxpr.equations(program) if "jvp" in _jaxpr.name_of(e)]
+    assert {_jaxpr.name_of_call(call) for call in calls} == {CAST}

@@ -33,7 +33,12 @@ def tables(rows: Iterable[dict[str, Any]]) -> list[Table]:
             used = memory.get((title, row["name"]), row.get("peak_mb"))
             ratio = timed[0]["ms"] / row["ms"]
             spread = [f"{row[key]:.2f}" for key in ("ms", "low", "high")]
-            cells = [row["name"], *spread, f"{ratio:.2f}", f"{used:,.0f}" if used else "-"]
+            cells = [
+                row["name"],
+                *spread,
+                f"{ratio:.2f}",
+                f"{used:,.0f}" if used else "-",
+            ]
             table.rows.append(cells)
         found.append(table)
     return found

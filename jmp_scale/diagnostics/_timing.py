@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from .._types import Function, PyTree
 
 CONTROL = " beside itself"  # the first program's name goes before
 
+_LOG = logging.getLogger(__name__)
 _ROUNDS = range(3, 15)  # as many as time allows
 _SAMPLE = 0.03  # seconds that the calls of one sample take
 # What JAX raises for a dtype or a size that a device does not support, or has no memory
@@ -55,6 +57,7 @@ class Row:
 
     program: str
     milliseconds: float | None = None  # the median of a call
+    spread: tuple[float, float] | None = None  # milliseconds, the least and the most
     gain: Ratio | None = None  # the first program's time over its own, round by round
     # Arguments, results and temporaries on each device, as compiled.
     mebibytes: float | None = None
@@ -84,14 +87,42 @@ def compare(
 ) -> Comparison:
     """Runs programs in turn for about `seconds`, and compares them with the first one.
 
-    Compilations are not counted, so that a slow compiler leaves out no program. A
-    gradient is found by `gradient_of` in results; `flops` are those of one call.
+    Each is compiled once. Compilations are not counted, so that a slow compiler leaves
+    out no program. A gradient is found by `gradient_of` in results; `flops` are those
+    of one call. The log says what is compiled and timed.
     """
-    base, reference = next(iter(programs)), None
-    control = base + CONTROL
+    base = next(iter(programs))
     rows = {name: Row(name) for name in programs}
+    samples = _compiled(title, programs, rows, gradient_of)
+    if base in samples:
+        # The control runs at the end of a round, as far from the base as the others.
+        control = base + CONTROL
+        samples[control] = samples[base]
+        rows[control] = dataclasses.replace(rows[base], program=control)
+    _LOG.info("%s: %d programs in turn, %.0f s", title, len(samples), seconds)
+    times = _times(samples, seconds, rows)
+    for name, own in times.items():
+        _add_times(rows[name], own, flops)
+        if name != base and base in times:
+            pairs = zip(times[base], own, strict=True)
+            rows[name].gain = Ratio.of([a / b for a, b in pairs])
+    return Comparison(title, tuple(rows.values()), _believable(rows, base))
+
+
+def _compiled(
+    title: str,
+    programs: Mapping[str, Compile],
+    rows: Mapping[str, Row],
+    gradient_of: Callable[[Any], PyTree] | None,
+) -> dict[str, Callable[[], float]]:
+    """Returns what takes a sample of each program, in seconds; a refusal gets a note.
+
+    Fills in memory and errors.
+    """
     samples: dict[str, Callable[[], float]] = {}
+    reference = None
     for name, compile_ in programs.items():
+        _LOG.info("%s: compiling %s", title, name)
         try:
             run, rows[name].mebibytes = compile_()
             results = jax.block_until_ready(run())
@@ -100,59 +131,69 @@ def compare(
             rows[name].note = f"refused: {type(error).__name__}"
             continue
         samples[name] = functools.partial(seconds_of, run, calls)
-        if gradient_of is not None and name == base:
+        if gradient_of is None:
+            continue
+        if name == next(iter(programs)):
             reference = gradient_of(results)
-        elif gradient_of is not None and reference is not None:
+        elif reference is not None:
             rows[name].error = relative_error(gradient_of(results), reference)
-    if base in samples:
-        # The control runs at the end of a round, as far from the base as the others.
-        samples[control] = samples[base]
-        rows[control] = dataclasses.replace(rows[base], program=control)
-    times = _times(samples, seconds, rows)
-    for name, own in times.items():
-        median = statistics.median(own)
-        rows[name].milliseconds = 1000 * median
-        if flops is not None:
-            rows[name].teraflops = flops / median / 1e12
-        if name != base and base in times:
-            pairs = zip(times[base], own, strict=True)
-            rows[name].gain = Ratio.of([a / b for a, b in pairs])
-    noise = rows[control].gain if control in rows else None
-    believable = max(noise.high, 1 / noise.low) if noise else None
-    return Comparison(title, tuple(rows.values()), believable)
+    return samples
+
+
+def _add_times(row: Row, seconds: Sequence[float], flops: float | None) -> None:
+    median = statistics.median(seconds)
+    row.milliseconds = 1000 * median
+    row.spread = 1000 * min(seconds), 1000 * max(seconds)
+    if flops is not None:
+        row.teraflops = flops / median / 1e12
+
+
+def _believable(rows: Mapping[str, Row], base: str) -> float | None:
+    control = rows.get(base + CONTROL)
+    noise = control.gain if control else None
+    return max(noise.high, 1 / noise.low) if noise else None
 
 
 def markdown(comparison: Comparison) -> str:
     """Formats a Markdown table, whose columns are aligned for a terminal too."""
-    rows = comparison.rows
+    rows, base = comparison.rows, comparison.rows[0]
     columns = {
         comparison.title: [row.program for row in rows],
-        "ms": [_cell(row.milliseconds, ".3g") for row in rows],
-        "times as fast": [
-            str(row.gain or row.note or ("1" if row is rows[0] else "-"))
-            for row in rows
-        ],
-        "MiB per device": [_cell(row.mebibytes, ".1f") for row in rows],
-        "gradient off by": [_cell(row.error, ".2%") for row in rows],
-        "TFLOP/s": [_cell(row.teraflops, ".3g") for row in rows],
+        "ms": _cells(rows, "milliseconds", ".3g"),
+        "times as fast": [base.note or "1", *map(_gain_cell, rows[1:])],
+        "MiB per device": _cells(rows, "mebibytes", ".1f"),
+        "gradient off by": _cells(rows, "error", ".2%"),
+        "TFLOP/s": _cells(rows, "teraflops", ".3g"),
     }
     shown = [[head, *cells] for head, cells in columns.items() if any(cells)]
-    widths = [max(map(len, column)) for column in shown]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    lines = []
-    for index, (first, *others) in enumerate(zip(*shown, strict=True)):
-        padded = map(str.rjust, others, widths[1:])
-        lines.append(f"| {' | '.join([first.ljust(widths[0]), *padded])} |")
-        if index == 0:
-            lines.append(f"| {' | '.join(rule)} |")
+    lines = _aligned(shown)
     if comparison.believable is not None:
         noise = f"Believe no gain below {comparison.believable:.2f}: "
-        lines += ["", f"{noise}{rows[0].program} beside itself differs by as much."]
+        lines += ["", f"{noise}{base.program} beside itself differs by as much."]
     return "\n".join(lines)
 
 
-def _cell(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+def _gain_cell(row: Row) -> str:
+    return str(row.gain or row.note or "-")
+
+
+def _cells(rows: Sequence[Row], figure: str, form: str) -> list[str]:
+    values = [getattr(row, figure) for row in rows]
+    return ["" if value is None else format(value, form) for value in values]
+
+
+def _aligned(columns: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the lines of a table: the first column to the left, others to the right.
+
+    The first cell of each column is its head.
+    """
+    widths = [max(map(len, column)) for column in columns]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    lines = []
+    for first, *others in zip(*columns, strict=True):
+        padded = map(str.rjust, others, widths[1:])
+        lines.append(f"| {' | '.join([first.ljust(widths[0]), *padded])} |")
+    return [lines[0], f"| {' | '.join(rule)} |", *lines[1:]]
 
 
 def relative_error(grads: PyTree, reference: PyTree) -> float:
@@ -178,14 +219,19 @@ def compiling(fun: Function, *args: PyTree, carried: int = 0) -> Compile:
             state = results[:carried] if carried else ()
             return results
 
-        found, mebibytes = compiled.memory_analysis(), None
-        if found is not None:
-            results = found.output_size_in_bytes - found.alias_size_in_bytes
-            count = found.argument_size_in_bytes + results + found.temp_size_in_bytes
-            mebibytes = count / 2**20
-        return Program(run, mebibytes)
+        return Program(run, mebibytes_of(compiled))
 
     return compile_
+
+
+def mebibytes_of(compiled: jax.stages.Compiled) -> float | None:
+    """Returns the memory of a program on each device, None if it is not reported."""
+    found = compiled.memory_analysis()
+    if found is None:
+        return None
+    results = found.output_size_in_bytes - found.alias_size_in_bytes
+    count = found.argument_size_in_bytes + results + found.temp_size_in_bytes
+    return count / 2**20
 
 
 def seconds_of(run: Callable[[], object], calls: int) -> float:

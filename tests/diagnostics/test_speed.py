@@ -1,13 +1,18 @@
 """`compare_speed` times a loss in half precision beside float32, and its gradient."""
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jmp_scale
+from jmp_scale import _machine as machine
 from jmp_scale import diagnostics
+from jmp_scale._processor import has_bfloat16_units
 from jmp_scale.diagnostics import _timing
+from jmp_scale.diagnostics._timing import compare
 
 
 @pytest.fixture(autouse=True)
@@ -77,16 +82,79 @@ def raised():
 
 
 VERDICTS = [
-    (2.0, "Half precision is 2.00 times as fast (2.00 to 2.00)"),
-    (0.5, "Half precision is slower: 0.50 times as fast (0.50 to 0.50)"),
-    (1.0, "No gain can be told from noise: 1.00 times as fast (1.00 to 1.00)"),
+    (2.0, 2.0, 2.0, "Half precision is 2.00 times as fast (2.00 to 2.00)"),
+    (0.5, 0.5, 0.5, "Half precision is slower: 0.50 times as fast (0.50 to 0.50)"),
+    (0.83, 0.86, 0.98, "Half precision is slower: 0.86 times as fast (0.83 to 0.98)"),
+    (0.9, 0.98, 1.01, "No gain can be told from noise: 0.98 times as fast (0.90 to"),
+    (1.02, 1.04, 1.2, "No gain can be told from noise: 1.04 times as fast (1.02 to"),
 ]
 
 
-@pytest.mark.parametrize(("gain", "expected"), VERDICTS)
-def test_the_verdict_is_of_gains_that_the_control_does_not_show(gain, expected):
+@pytest.mark.parametrize(("low", "gain", "high", "expected"), VERDICTS)
+def test_the_verdict_is_of_gains_that_the_control_does_not_show(
+    low, gain, high, expected
+):
     found = diagnostics.SpeedComparison(
-        *((1.0, 1.0), gain, (gain, gain), 1.1, (2.0, 1.0), 0.01, 1.0), table="| ms |"
+        *((1.0, 1.0), gain, (low, high), 1.1, (2.0, 1.0), 0.01, 1.0), table="| ms |"
     )
-    assert found.summary().startswith(expected + ", in 50 % of the memory, and its")
+    assert found.summary().startswith(expected)
+    assert "), in 50 % of the memory, and its" in found.summary()
     assert str(found) == found.summary()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_each_form_is_compiled_once_and_the_log_says_which(dtype, caplog):
+    half_loss = jmp_scale.autocast(lambda w, x: 1e3 * loss(w, x), dtype)
+    compilations = []
+
+    def count(event, _, **of):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compilations.append(of.get("fun_name"))
+
+    with caplog.at_level("INFO", "jmp_scale"):
+        jax.monitoring.register_event_duration_secs_listener(count)
+        try:
+            diagnostics.compare_speed(half_loss, loss, *ARGS)
+        finally:
+            jax.monitoring.clear_event_listeners()
+    assert compilations.count("jit(run)") == 2, compilations
+    said = "value and gradient: compiling "
+    assert [r.message for r in caplog.records if said in r.message] == [
+        said + "float32",
+        said + "half precision",
+    ]
+
+
+def own_clock(half_loss, loss, *args):
+    """How many times as fast half precision is, by a clock that shares no code."""
+    runs = [jax.jit(jax.value_and_grad(f)) for f in (loss, half_loss)]
+    ratios = []
+    for _ in range(7):
+        times = []
+        for run in runs:
+            jax.block_until_ready(run(*args))
+            start = time.monotonic()
+            for _ in range(3):
+                jax.block_until_ready(run(*args))
+            times.append(time.monotonic() - start)
+        ratios.append(times[0] / times[1])
+    return np.median(ratios)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    jax.default_backend() == "cpu" and not has_bfloat16_units(),
+    reason="needs a GPU, a TPU or a CPU with matrix units: else nothing gains, and "
+    "several programs share the processor",
+)
+def test_the_gain_is_that_of_an_own_clock(monkeypatch):
+    monkeypatch.undo()  # as many calls and rounds as users get
+    plan = machine.plan(jax.default_backend(), has_units=has_bfloat16_units())
+    model = machine.gpt(plan.sizes)
+    half_loss = jmp_scale.autocast(model.loss, "bfloat16")
+    given = half_loss, model.loss, model.params, model.tokens
+    expected = own_clock(*given)
+    assert diagnostics.compare_speed(*given).gain == pytest.approx(expected, abs=0.15)
+    rows = compare(*machine.gradients(model), 10).rows
+    (row,) = [row for row in rows if row.program == "autocast, bfloat16"]
+    assert row.gain.median == pytest.approx(expected, abs=0.15)

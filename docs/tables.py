@@ -37,6 +37,17 @@ LAYOUTS = {
     "tensor parallel, 2 x 4": ("TP", "u2"),
     "a head, vocabulary of 50,304 over 4": ("head by log_softmax, DPxTP", "-"),
 }
+TIMED = {
+    "AdamW step, GPT-2, 4 layers, vocabulary 50,257": "^gpt2 x 4 V=50257 step$",
+    "gradient, vocabulary 8,192": "^gpt4$",
+    "gradient, MLP 8 x 4,096 with gelu": "^mlp-gelu$",
+    "gradient, ResNet-50, stage 3: no gain": "^resnet50-stage3$",
+}
+PROGRAMS_TIMED = (
+    ("float32",),
+    ("by hand", "by hand bf16"),
+    ("autocast", "autocast bf16"),
+)
 HEADS = {
     "a cast by hand": ("head of 50,257", "by hand"),
     "`autocast`": ("head of 50,257", "autocast"),
@@ -210,6 +221,20 @@ def time_of_a_trace() -> Cells:
     return cells
 
 
+def on_h200() -> Cells:
+    """Times of a program, and the memory of autocast, by hand = 1."""
+
+    def cells(row: list[str]) -> list[str]:
+        timed = {
+            line["program"]: line for line in rows_of("h200", _named(row[0], TIMED))
+        }
+        named = [next(p for p in timed if p in each) for each in PROGRAMS_TIMED]
+        memory = (timed[p]["temporaries, MB"].replace(",", "") for p in named[:0:-1])
+        return [row[0], *(timed[p]["ms"] for p in named), _ratio(*memory)]
+
+    return cells
+
+
 # How a table's header begins: what makes a function of its rows.
 TABLES: dict[str, Callable[[], Cells]] = {
     "| float32 = 1 | H100: memory |": lambda: autocast_over("float32", OVER_FLOAT32),
@@ -217,6 +242,7 @@ TABLES: dict[str, Callable[[], Cells]] = {
     "| by hand = 1 | H100, without |": lambda: autocast_over("by hand", CHECKPOINTED),
     "| by hand = 1 | H100: communicated |": over_devices,
     "| head of a language model | H100: MB |": of_heads,
+    "| H200, bfloat16: ms |": on_h200,
     "| tracing, float32 = 1 |": time_of_a_trace,
     "| machine | step | measure |": cost_of_a_skip,
 }

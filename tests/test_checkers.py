@@ -14,24 +14,12 @@ from helpers import slow
 import jmp_scale
 
 ROOT = pathlib.Path(__file__).parents[1]
-BEFORE = """
-import jax, jax.numpy as jnp, optax, jmp_scale
-loss_fn = lambda params, x: jnp.mean((x @ params["w"] - 1) ** 2)
-"""
-AFTER = """
-params = {"w": jnp.ones((4, 2))}
-train_step(params, tx.init(params), jnp.ones((8, 4)))
-"""
 
 
 def program_of(page):
-    """The programs of a page; the README's is the one that its diff makes."""
+    """The programs of a page."""
     text = (ROOT / page).read_text()
-    if page != "README.md":
-        return "\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.S | re.M))
-    (diff,) = re.findall(r"block: float16 -->\n```diff\n(.*?)^```$", text, re.S | re.M)
-    lines = [line[1:] for line in diff.splitlines() if not line.startswith("-")]
-    return "\n".join([BEFORE, *lines, AFTER])
+    return "\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.S | re.M))
 
 
 PAGES = (

@@ -138,7 +138,7 @@ class State(TrainState):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"loss": 1.0}, TypeError, "unexpected keyword argument 'loss'"),
+        ({"loss": 1.0}, TypeError, "expected the loss as value=, got loss="),
         ({"stats": {}}, ValueError, "stats|xpected"),
         ({"stats": jnp.zeros(2, jnp.float16)}, ValueError, "'stats'.*float16"),
     ],

@@ -256,4 +256,4 @@ def test_the_norm_of_sharded_gradients_is_that_of_the_whole_arrays(case):
 
 def test_explicit_mode_joins_flag_and_norm_in_one_all_reduce():
     found = collectives(jax.jit(finite_and_norm), sharded_tree(EXPLICIT, P("i")))
-    assert found == [("all-reduce", "f32[3]{0}")]
+    assert found == [("all-reduce", "f32[2]{0}")]

@@ -25,7 +25,13 @@ BLOCKS = {
 def test_one_page_has_its_install_line_on_the_first_screen():
     assert len(README.splitlines()) <= 115
     assert len(BLOCKS) == README.count("```") // 2
-    assert list(BLOCKS) == ["install", "bfloat16", "float16"]
+    assert list(BLOCKS) == [
+        "install",
+        "bfloat16",
+        "float16",
+        "main",
+        "tests",
+    ]
     lines = README.partition("<!-- block: install -->")[0].splitlines()
     assert len(lines) < 12
     assert "git clone https://github.com/OWNER/jmp_scale" in BLOCKS["install"][1]

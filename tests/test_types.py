@@ -9,7 +9,7 @@ import sys
 import textwrap
 
 import pytest
-from test_readme import code_of
+from test_readme import PROGRAM, step_of
 
 import jmp_scale
 
@@ -21,6 +21,7 @@ def loss_fn(params, x):
     return jnp.mean((x @ params[0]) ** 2)
 
 """
+HALF = 'half_loss = jmp_scale.autocast(loss_fn, "float16")\n'
 USES = {
     "float16": """
         params = [jnp.ones((2, 2))]
@@ -33,7 +34,7 @@ USES = {
     "nnx": "print(optimizer.loss_scale, optimizer.opt_state.applied, optimizer.step)",
 }
 PROGRAMS = {
-    "float16": LOSS + code_of("float16"),
+    "float16": LOSS + HALF + step_of(PROGRAM),
     "linen": """\
 from typing import Any
 import flax.linen as nn, jax, jax.numpy as jnp, jmp_scale, optax

@@ -212,37 +212,53 @@ def _is_linear(equation: Equation, others: Sequence[tuple[Atom, Fact]]) -> bool:
 def _computed(fun: Function, eqn: JaxprEqn, *facts: Fact) -> Fact:
     """Returns the fact of a function of numbers."""
     (out,) = eqn.outvars
-    name, dtype = eqn.primitive.name, dtype_name(out)
-    results = functools.partial(_results, fun, out)
-    ends = results(map(_ends, facts)) if dtype.startswith(_NUMBERS) else np.empty(0)
-    is_unbounded = name == "div" and facts[1].low < 0 <= facts[1].high
-    if is_unbounded or ends.size == 0:
-        return of_type(out)
-    fact = Fact(float(ends[0]), float(ends[-1]))
+    fact = _bounds(fun, eqn, facts)
     arrays = [f for f in facts if f.single is None]
+    if fact is None:
+        return of_type(out)
     if not arrays:
-        return replace(fact, extreme=fact.low if is_lost(fact.low) else 0.0)
-    if len(arrays) > 1 or is_integer(dtype):
+        return replace(fact, extreme=_if_lost(fact.low))
+    if len(arrays) > 1 or is_integer(dtype_name(out)):
         return fact
     (x,) = arrays
 
-    def result(number: float) -> float:
-        found = results([number] if f is x else [f.low] for f in facts)
+    def value_at(number: float) -> float:
+        found = _results(fun, out, ([number] if f is x else [f.low] for f in facts))
         return float(found[0]) if found.size else INF
 
-    extreme = result(x.extreme) if x.extreme else 0.0
     number = eqn.invars[-1] if x is facts[0] else eqn.invars[0]
-    keeps = name in ("add", "max") and shape(number) == ()
-    epsilon = 0.0 if keeps and x.epsilon is None else x.epsilon
-    if name == "sqrt" and epsilon == 0:
-        epsilon = None  # it is reported here, and so not at a division by the root
-    is_sum = is_wide(dtype) and (len(facts) == 2 or name == "convert_element_type")
+    epsilon = _epsilon(eqn.primitive.name, x, is_scalar=shape(number) == ())
+    is_cast = eqn.primitive.name == "convert_element_type"
+    is_sum = is_wide(dtype_name(out)) and (len(facts) == 2 or is_cast)
     return replace(
         fact,
-        extreme=extreme if is_lost(extreme) else 0.0,
-        epsilon=None if epsilon is None else result(epsilon),
-        summed=abs(result(x.summed)) if x.summed and is_sum else 0.0,
+        extreme=_if_lost(value_at(x.extreme)) if x.extreme else 0.0,
+        epsilon=None if epsilon is None else value_at(epsilon),
+        summed=abs(value_at(x.summed)) if x.summed and is_sum else 0.0,
     )
+
+
+def _bounds(fun: Function, eqn: JaxprEqn, facts: Sequence[Fact]) -> Fact | None:
+    """Returns the least and the greatest value of a function; None without bounds."""
+    (out,) = eqn.outvars
+    divides_by_zero = eqn.primitive.name == "div" and facts[1].low < 0 <= facts[1].high
+    if divides_by_zero or not dtype_name(out).startswith(_NUMBERS):
+        return None
+    ends = _results(fun, out, map(_ends, facts))
+    return Fact(float(ends[0]), float(ends[-1])) if ends.size else None
+
+
+def _epsilon(name: str, x: Fact, is_scalar: bool) -> float | None:
+    """Returns the epsilon in `x` once an operation with another number has run."""
+    if x.epsilon is None:
+        return 0.0 if is_scalar and name in ("add", "max") else None
+    if name == "sqrt" and x.epsilon == 0:
+        return None  # reported at the root, and so not at a division by it
+    return x.epsilon
+
+
+def _if_lost(value: float) -> float:
+    return value if is_lost(value) else 0.0
 
 
 def _results(

@@ -206,8 +206,7 @@ class Reading:
         first = variables(eqn.invars[:1])
         if may_pick(eqn) and not self.provenance.all_have(first, "origin"):
             return Step("other", as_pick(eqn, self._equation_of, self.constants))
-        moves = _SENDS if self.rules.in_loop else _MOVES
-        if eqn.primitive.name in moves and not self.stored.keys().isdisjoint(first):
+        if self._moves(eqn) and not self.stored.keys().isdisjoint(first):
             self.stored[eqn.outvars[0]] = self.stored[first[0]]
             return Step("move", eqn)
         return Step("call" if self._is_evaluated_anew(eqn) else "other", eqn)
@@ -229,6 +228,12 @@ class Reading:
         if has_products(call):
             return not self.rules.is_exempt(call)
         return _jaxpr.name_of(call) in _CALLS and has_picks(call)
+
+    def _moves(self, eqn: JaxprEqn) -> bool:
+        """Whether a stored array is moved as it is stored, or gets axes of length 1."""
+        if eqn.primitive.name == "broadcast_in_dim":
+            return _jaxpr.size(eqn.invars[0]) == _jaxpr.size(eqn.outvars[0])
+        return eqn.primitive.name in (_SENDS if self.rules.in_loop else _MOVES)
 
     def _equation_of(self, atom: Atom) -> JaxprEqn | None:
         maker = self._maker.get(atom) if isinstance(atom, Var) else None

@@ -144,6 +144,10 @@ def sizes_of(fun, *args):
     return collections.Counter(a.dtype.name for a in avals)
 
 
+@pytest.mark.skipif(
+    getattr(jax.config, "jax_remat3", False),
+    reason="JAX_REMAT3 transposes no checkpoint: derivatives save what they compute",
+)
 def test_a_layer_keeps_its_stream_and_the_results_of_its_products():
     def loss(w, x):
         for _ in range(3):
@@ -848,6 +852,10 @@ def test_the_barrier_is_chosen_when_the_program_is_lowered(platform, barriers):
     assert ("optimization_barrier" in text) == barriers
 
 
+@pytest.mark.skipif(
+    getattr(jax.config, "jax_remat3", False),
+    reason="JAX_REMAT3 transposes no checkpoint: derivatives save what they compute",
+)
 def test_all_operations_share_the_cast_of_what_a_product_read():
     def stream(w, x):
         y = jax.nn.gelu(x @ w)

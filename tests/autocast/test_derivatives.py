@@ -61,6 +61,10 @@ def test_its_derivatives_are_those_of_the_function(around, compile_):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.skipif(
+    getattr(jax.config, "jax_remat3", False),
+    reason="JAX_REMAT3 transposes no checkpoint: derivatives save what they compute",
+)
 def test_what_it_reads_is_saved_and_nothing_that_it_computes():
     saved = jax.tree.leaves(jax.vjp(f, X)[1])
     assert [x.shape for x in saved] == [X.shape]

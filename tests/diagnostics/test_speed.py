@@ -111,12 +111,10 @@ def test_each_form_is_compiled_once_and_the_log_says_which(dtype, caplog):
         if event == "/jax/core/compile/backend_compile_duration":
             compilations.append(of.get("fun_name"))
 
+    # It stays: jax 0.8 removes only all listeners, those of other tests among them.
+    jax.monitoring.register_event_duration_secs_listener(count)
     with caplog.at_level("INFO", "jmp_scale"):
-        jax.monitoring.register_event_duration_secs_listener(count)
-        try:
-            diagnostics.compare_speed(half_loss, loss, *ARGS)
-        finally:
-            jax.monitoring.clear_event_listeners()
+        diagnostics.compare_speed(half_loss, loss, *ARGS)
     assert compilations.count("jit(run)") == 2, compilations
     said = "value and gradient: compiling "
     assert [r.message for r in caplog.records if said in r.message] == [

@@ -204,9 +204,31 @@ def meet(names: Collection[str], eqn: JaxprEqn) -> Met:
     scopes = re.findall(r"[\w.:-]+", str(eqn.source_info.name_stack))
     if not names:
         return Met(_EXEMPT in scopes, set(), set())
-    own, others, places = {*scopes}, set[str](), list[str]()
+    frames, dotted = _frames_of(eqn), f".{'.'.join(scopes)}."
+    own = {*scopes, *frames.own}
     if len(subjaxprs(eqn)) == 1:  # one function is called
         own.add(name_of_call(eqn))
+
+    def is_met(name: str) -> bool:
+        is_function = name in own or name in frames.others
+        is_place = any(place.endswith(f"/{name}") for place in frames.places)
+        return is_function or is_place or f".{name}." in dotted
+
+    found = {*filter(is_met, names)}
+    # A lambda has the name "".
+    return Met(bool(found) or _EXEMPT in scopes, found, own - {""})
+
+
+class _Frames(NamedTuple):
+    """The functions and lines in which an equation was traced."""
+
+    own: set[str]  # functions of the user and of other libraries
+    others: set[str]  # functions of JAX and of jmp_scale
+    places: list[str]  # "/folder/file.py:123"
+
+
+def _frames_of(eqn: JaxprEqn) -> _Frames:
+    found = _Frames(set(), set(), [])
     for frame in getattr(eqn.source_info.traceback, "frames", ()):
         parts = frame.function_name.split(".")
         # jax 0.8 keeps the frames outside of a nested trace; newer ones do not.
@@ -214,18 +236,10 @@ def meet(names: Collection[str], eqn: JaxprEqn) -> Met:
             break
         is_own = not re.search(r"/(jax|jmp_scale)/", frame.file_name)
         parts = [p for p in parts if p.isidentifier()]
-        (own if is_own else others).update(parts, [".".join(parts)])
-        places.append(f"/{frame.file_name}:{frame.line_num}")
-    dotted = "." + ".".join(scopes) + "."
-    found = {
-        name
-        for name in names
-        if name in own | others
-        or f".{name}." in dotted
-        or any(place.endswith(f"/{name}") for place in places)
-    }
-    # A lambda has the name "".
-    return Met(bool(found) or _EXEMPT in scopes, found, own - {""})
+        functions = found.own if is_own else found.others
+        functions.update(parts, [".".join(parts)])
+        found.places.append(f"/{frame.file_name}:{frame.line_num}")
+    return found
 
 
 def checked_names(option: str, names: str | Collection[str]) -> frozenset[str]:

@@ -12,7 +12,7 @@ Its value is the gather's, except that -0.0 becomes 0.0.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -69,29 +69,37 @@ def as_pick(eqn: JaxprEqn, maker_of: Maker, constants: Mapping[Var, Leaf]) -> Ja
 
     `maker_of` finds the equation of a variable, `constants` has the values of others.
     """
+    pick = _pick_of(eqn, maker_of, constants)
+    params = {"pick": pick}
+    return eqn.replace(primitive=_pick_p, params=params) if pick else eqn
+
+
+def _pick_of(
+    eqn: JaxprEqn, maker_of: Maker, constants: Mapping[Var, Leaf]
+) -> Pick | None:
     sizes, rows = _dims(eqn.invars[0]), _dims(eqn.invars[1])[:-1]
     start_indices = eqn.params["dimension_numbers"].start_index_map
     columns = {int(axis): i for i, axis in enumerate(start_indices)}
-    along = _counted(eqn, columns, maker_of, constants)
-    picked = [axis for axis in columns if axis not in along]
-    single = [axis for axis, n in enumerate(sizes) if axis not in columns and n == 1]
-    dimensions = [along[axis] for axis in sorted(along)]
+    counted = _counted(eqn, columns, maker_of, constants)
+    picked = columns.keys() - counted
+    left = {axis for axis, n in enumerate(sizes) if n != 1}.difference(counted, columns)
+    if len(picked) != 1 or left or len(sizes) < 2:
+        return None
+    dimensions = [counted[axis] for axis in sorted(counted)]
     dimensions += [d for d, n in enumerate(rows) if d not in dimensions and n == 1]
-    # No other dimension of the indices repeats a row.
-    is_each_row_once = sorted(dimensions) == [*range(len(rows))]
-    others = {*range(len(sizes))}.difference(picked, along, single)
-    if len(picked) != 1 or others or len(sizes) < 2 or not is_each_row_once:
-        return eqn
-    fill = eqn.params["fill_value"]
-    fills = eqn.params["mode"].name == "FILL_OR_DROP"
-    pick = Pick(
-        axis=picked[0],
-        column=columns[picked[0]],
-        dimensions=(*dimensions,),
-        fill=(np.nan if fill is None else fill) if fills else None,
-        shape=_dims(eqn.outvars[0]),
-    )
-    return eqn.replace(primitive=_pick_p, params={"pick": pick})
+    if sorted(dimensions) != [*range(len(rows))]:
+        return None  # another dimension of the indices repeats a row
+    (axis,) = picked
+    shape = _dims(eqn.outvars[0])
+    return Pick(axis, columns[axis], (*dimensions,), _fill_of(eqn), shape)
+
+
+def _fill_of(gather: JaxprEqn) -> float | None:
+    """Returns what is gathered out of bounds; None: the nearest entry."""
+    if gather.params["mode"].name != "FILL_OR_DROP":
+        return None
+    fill = gather.params["fill_value"]
+    return np.nan if fill is None else fill
 
 
 def _counted(
@@ -107,21 +115,29 @@ def _counted(
     numbers, (x, indices) = eqn.params["dimension_numbers"], eqn.invars
     batching = numbers.operand_batching_dims, numbers.start_indices_batching_dims
     found = {int(axis): int(d) for axis, d in zip(*batching, strict=True)}
-    *rows, _ = _dims(indices)
-    # The arrays of one column each that indices are put together of.
-    maker = maker_of(indices) if len(columns) > 1 else None
-    parts = maker.invars if maker and maker.primitive.name == "concatenate" else []
-    if any(_jaxpr.shape(part)[-1] != 1 for part in parts):
-        return found
+    parts = _concatenated(indices, maker_of) if len(columns) > 1 else []
     for axis, part in zip(columns, parts, strict=False):
         value = _computed(part, maker_of, constants)
-        if value is None:
-            continue
-        for d, size in enumerate(rows):
-            counts = np.arange(size).reshape(size, *[1] * (len(rows) - d))
-            if size == _dims(x)[axis] and np.array_equal(counts + 0 * value, value):
+        for d, size in enumerate(_dims(indices)[:-1]):
+            if size == _dims(x)[axis] and _counts_along(value, d):
                 found[axis] = d
     return found
+
+
+def _concatenated(indices: Atom, maker_of: Maker) -> list[Atom]:
+    """Returns the arrays of one column each that indices are put together of."""
+    maker = maker_of(indices)
+    parts = maker.invars if maker and maker.primitive.name == "concatenate" else []
+    return parts if all(_jaxpr.shape(part)[-1] == 1 for part in parts) else []
+
+
+def _counts_along(column: np.ndarray | None, d: int) -> bool:
+    """Whether a column of indices is `jnp.arange` along one of its dimensions."""
+    if column is None:
+        return False
+    size, *others = column.shape[d:]
+    counts = np.arange(size).reshape(size, *[1] * len(others))
+    return np.array_equal(counts + 0 * column, column)
 
 
 def _dims(v: Atom) -> tuple[Any, ...]:
@@ -140,13 +156,16 @@ def _computed(
     eqn = maker_of(v)
     if eqn is None:
         return _jaxpr.constant(constants.get(v) if isinstance(v, Var) else v.val)
-    name, params = eqn.primitive.name, eqn.params
-    if name == "iota":
-        return np.indices(shape)[params["dimension"]]
     values = [_computed(each, maker_of, constants) for each in eqn.invars]
     operands = [value for value in values if value is not None]
-    if len(operands) < len(values):
-        return None
+    return _in_numpy(eqn, operands) if len(operands) == len(values) else None
+
+
+def _in_numpy(eqn: JaxprEqn, operands: Sequence[np.ndarray]) -> np.ndarray | None:
+    """Computes an equation as indices are computed; None if it is another one."""
+    name, params, shape = eqn.primitive.name, eqn.params, _dims(eqn.outvars[0])
+    if name == "iota":
+        return np.indices(shape)[params["dimension"]]
     if name == "broadcast_in_dim":
         own = params["broadcast_dimensions"]
         added = [d for d in range(len(shape)) if d not in own]

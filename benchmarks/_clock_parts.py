@@ -1,0 +1,423 @@
+"""What the clock measures: each part is a question, and a process of its own."""
+
+import functools
+import importlib.util
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import _half_models
+import _models
+import _steps
+import jax
+import jax.numpy as jnp
+import optax
+from _clock import Clock, Programs, gradient, step
+from _clock_models import lstm, nnx_transformer, torch_step
+from _minimal import MINIMAL, PROGRAMS
+from _models import Model, Transformer, transformer
+
+import jmp_scale
+from jmp_scale import diagnostics
+
+HALF = {"bf16": jnp.bfloat16, "f16": jnp.float16}
+SAVED = jax.checkpoint_policies.dots_saveable
+
+
+class Sizes(NamedTuple):
+    """The sizes of what is timed on one kind of machine."""
+
+    gpt: Transformer  # with a small vocabulary
+    narrow: Transformer
+    large_vocabulary: int
+    layers: int  # of the deepest one
+    mlp: tuple[int, int, int]  # width, layers, rows
+    images: tuple[int, int, int, int]
+    lstm: tuple[int, int, int]  # width, steps, batch
+    float8: tuple[int, ...]  # widths
+
+
+SIZES = {
+    "gpu": Sizes(
+        Transformer(4, vocabulary=8192),
+        Transformer(4, 512, 8, 8192, 1024, 8),
+        large_vocabulary=50257,
+        layers=12,
+        mlp=(4096, 8, 8192),
+        images=(32, 28, 28, 512),
+        lstm=(1024, 128, 64),
+        float8=(4096, 1024, 2048),
+    ),
+    "cpu": Sizes(
+        Transformer(4, 768, 12, 8192, 256, 4),
+        Transformer(4, 512, 8, 4096, 128, 4),
+        large_vocabulary=50257,
+        layers=12,
+        mlp=(1024, 4, 1024),
+        images=(4, 28, 28, 512),
+        lstm=(512, 32, 32),
+        float8=(),
+    ),
+    "tiny": Sizes(
+        Transformer(2, 64, 4, 256, 32, 2),
+        Transformer(2, 32, 4, 256, 32, 2),
+        large_vocabulary=384,
+        layers=3,
+        mlp=(64, 2, 32),
+        images=(2, 4, 4, 16),
+        lstm=(32, 4, 2),
+        float8=(64,),
+    ),
+}
+
+
+def _float32(model: Model) -> Any:
+    return lambda params, batch: model.loss(params, batch, None, False)
+
+
+def _by_hand(model: Model, half: str = "bf16") -> Any:
+    """The cast that a user writes: parameters and inputs, with float32 norms."""
+    return lambda params, batch: model.loss(params, batch, HALF[half], False)
+
+
+def _all_by_hand(model: Model) -> Any:
+    def loss(params: Any, batch: Any) -> Any:
+        with mock.patch.object(_models, "wide", lambda x: x):  # norms and loss, too
+            return model.loss(params, batch, jnp.bfloat16, False)
+
+    return loss
+
+
+def _autocast(model: Model, half: str = "bf16", **options: Any) -> Any:
+    loss = _float32(model)
+    return jmp_scale.autocast(loss, HALF[half], **model.options | options)
+
+
+def _usual(model: Model) -> dict[str, Any]:
+    return {
+        "float32": _float32(model),
+        "by hand": _by_hand(model),
+        "autocast": _autocast(model),
+    }
+
+
+def _gradients(clock: Clock, title: str, model: Model, losses: dict[str, Any]) -> None:
+    """Times value and gradient by each of these losses."""
+    args = jax.jit(model.init)(jax.random.key(0))
+    clock.take_turns(title, {name: gradient(f, *args) for name, f in losses.items()})
+
+
+def _gpt4(clock: Clock, sizes: Sizes) -> None:
+    model = transformer(sizes.gpt)
+    others = {
+        "autocast f16": _autocast(model, "f16"),
+        "by hand f16": _by_hand(model, "f16"),
+        "autocast, recompute=False": _autocast(model, recompute=False),
+        "autocast, float32_results=head": _autocast(model, float32_results="head"),
+        "by hand, dots_saveable": jax.checkpoint(_by_hand(model), policy=SAVED),
+        "all by hand": _all_by_hand(model),
+    }
+    _gradients(clock, "gpt4", model, _usual(model) | others)
+
+
+def _narrow(clock: Clock, sizes: Sizes) -> None:
+    model = transformer(sizes.narrow)
+    losses = _usual(model) | {"all by hand": _all_by_hand(model)}
+    _gradients(clock, "gpt4, width 512", model, losses)
+
+
+def _vocabulary(clock: Clock, sizes: Sizes) -> None:
+    model = _with_large_vocabulary(sizes)
+    title = f"gpt4, V = {sizes.large_vocabulary:,}"
+    _gradients(clock, title, model, _usual(model))
+
+
+def _with_large_vocabulary(sizes: Sizes, **more: Any) -> Model:
+    large = sizes.gpt.__dict__ | {"vocabulary": sizes.large_vocabulary, **more}
+    return transformer(Transformer(**large))
+
+
+def _frameworks(clock: Clock, sizes: Sizes) -> None:
+    for name, make in (
+        ("linen", _half_models.linen),
+        ("nnx", nnx_transformer),
+        ("equinox", _half_models.equinox),
+    ):
+        model = make(sizes.gpt)
+        _gradients(clock, f"gpt4 in {name}", model, _usual(model))
+    scanned = transformer(sizes.gpt, scanned=True)
+    _gradients(clock, "gpt4 in a scan", scanned, _usual(scanned))
+
+
+def _others(clock: Clock, sizes: Sizes) -> None:
+    width, layers, rows = sizes.mlp
+    channels = sizes.images[-1] // 2
+    stage = [
+        ((channels, 1, 1), (channels, 3, 1 if at else 2), (4 * channels, 1, 1))
+        for at in range(6)
+    ]
+    resnet = _half_models.resnet(sizes.images, None, stage, 100)
+    for name, model in {
+        "mlp-gelu": _half_models.mlp([width] * (layers + 1), rows, jax.nn.gelu),
+        "mlp-relu": _half_models.mlp([width] * (layers + 1), rows, jax.nn.relu),
+        "resnet50-stage3": resnet._replace(options={"share_casts": True}),
+        "lstm": lstm(*sizes.lstm),
+    }.items():
+        _gradients(clock, name, model, _usual(model))
+
+
+def _attention(clock: Clock, sizes: Sizes) -> None:
+    """cuDNN's attention, by hand and marked by `in_half`."""
+    if jax.default_backend() != "gpu":
+        clock.say(title="attention", skipped="cuDNN needs a GPU")
+        return
+    model = _with_large_vocabulary(sizes)
+    attend = functools.partial(
+        jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"
+    )
+
+    def with_attention(loss: Any, attend: Any) -> Any:
+        def changed(params: Any, batch: Any) -> Any:
+            with mock.patch.object(_models, "_attend", attend):
+                return loss(params, batch)
+
+        return changed
+
+    marked = with_attention(_float32(model), jmp_scale.in_half(attend))
+    losses = {
+        "by hand": _by_hand(model),
+        "autocast": _autocast(model),
+        "by hand, cudnn": with_attention(_by_hand(model), attend),
+        "autocast, in_half(cudnn)": jmp_scale.autocast(marked, "bfloat16"),
+        "autocast f16, in_half(cudnn)": jmp_scale.autocast(marked, "float16"),
+    }
+    _gradients(clock, "attention", model, losses)
+
+
+def _steps_of(model: Model) -> dict[str, Callable[[Any], Any]]:
+    """Steps of AdamW by name, each of the parameters."""
+    tx = optax.adamw(1e-4)
+
+    def by(make: Any, loss: Any, **options: Any) -> Callable[[Any], Any]:
+        return lambda params: make(loss, tx, params, **options)
+
+    auto, hand, wide = _autocast(model), _by_hand(model), _float32(model)
+    auto_f16, hand_f16 = _autocast(model, "f16"), _by_hand(model, "f16")
+    guard = jmp_scale.SpikeGuard()
+    return {
+        "float32": by(_steps.unscaled, wide),
+        "by hand": by(_steps.unscaled, hand),
+        "autocast": by(_steps.unscaled, auto),
+        "autocast, skip": by(_steps.with_loss_scale, auto),
+        "autocast, half storage": lambda params: _half_stored(auto, tx, params),
+        "by hand f16": by(_steps.unscaled, hand_f16),
+        "by hand f16, with_loss_scale": by(_steps.with_loss_scale, hand_f16),
+        "by hand f16, with_loss_scale, guard": by(
+            _steps.with_loss_scale, hand_f16, guard=guard
+        ),
+        "by hand f16, flax DynamicScale": by(_steps.flax, hand_f16),
+        "by hand f16, jmp": by(_steps.jmp, hand_f16),
+        "autocast f16": by(_steps.unscaled, auto_f16),
+        "autocast f16, with_loss_scale": by(_steps.with_loss_scale, auto_f16),
+    }
+
+
+def _half_stored(loss: Any, tx: Any, params: Any) -> Any:
+    params = _models.cast(params, jnp.bfloat16)
+    return _steps.unscaled(loss, jmp_scale.with_half_storage(tx), params)
+
+
+def _time_steps(clock: Clock, title: str, model: Model, *wanted: str) -> None:
+    params, batch = jax.jit(model.init)(jax.random.key(0))
+    steps = _steps_of(model)
+    _, missing = _steps.installed(["jmp", "flax DynamicScale"])
+    programs: Programs = {}
+    for name in wanted:
+        if any(name.endswith(peer) for peer in missing):
+            clock.say(title=title, name=name, skipped="not installed")
+        else:
+            programs[name] = step(functools.partial(steps[name], params), batch)
+    clock.take_turns(title, programs, rounds=7)
+
+
+_PLAIN = "float32", "by hand", "autocast", "autocast, skip", "autocast, half storage"
+
+
+def _adamw(clock: Clock, sizes: Sizes) -> None:
+    _time_steps(clock, "step of gpt4", transformer(sizes.gpt), *_PLAIN)
+    narrow = transformer(sizes.narrow)
+    _time_steps(clock, "step of gpt4, width 512", narrow, *_PLAIN)
+    model, vocabulary = _with_large_vocabulary(sizes), sizes.large_vocabulary
+    _time_steps(clock, f"step of gpt4, V = {vocabulary:,}", model, *_PLAIN)
+
+
+def _scaling(clock: Clock, sizes: Sizes) -> None:
+    """What S, the skip and the guard cost, all on one loss."""
+    names = [
+        "by hand f16",
+        "by hand f16, with_loss_scale",
+        "by hand f16, flax DynamicScale",
+        "by hand f16, jmp",
+        "by hand f16, with_loss_scale, guard",
+    ]
+    _time_steps(clock, "scaling, step of gpt4", transformer(sizes.gpt), *names)
+
+
+def _step12(clock: Clock, sizes: Sizes) -> None:
+    names = [
+        "by hand",
+        "autocast",
+        "autocast f16, with_loss_scale",
+        "by hand f16, flax DynamicScale",
+        "float32",
+    ]
+    model = _with_large_vocabulary(sizes, layers=sizes.layers)
+    _time_steps(clock, f"step of gpt{sizes.layers}", model, *names)
+
+
+def _torch(clock: Clock, sizes: Sizes) -> None:
+    if importlib.util.find_spec("torch") is None:
+        clock.say(title="torch", skipped="torch is not installed")
+        return
+    large = sizes.gpt.__dict__ | {"vocabulary": sizes.large_vocabulary}
+    for dtype, fused, compiled in (
+        ("bfloat16", True, True),
+        ("bfloat16", False, True),
+        (None, False, True),
+        ("bfloat16", True, False),
+        ("float16", True, True),
+    ):
+        name = f"{'fused' if fused else 'plain'} attention, {dtype or 'float32'}"
+        name += ", compiled" if compiled else ""
+        if clock.left() < 20:
+            clock.say(title="torch", name=name, skipped="no time")
+            continue
+        try:
+            run = torch_step(
+                Transformer(**large), dtype, fused=fused, compiled=compiled
+            )
+            run()
+            clock.time_in_turn("torch, step of gpt4", {name: run}, rounds=7)
+        except Exception as error:  # no compiler, or no memory
+            clock.say(title="torch", name=name, error=str(error)[:300])
+
+
+def _float8(clock: Clock, sizes: Sizes) -> None:
+    """Blocks of dense layers whose products are float8, written by hand."""
+    if not sizes.float8:
+        clock.say(title="float8", skipped="a CPU has no float8 units")
+    for width in sizes.float8:
+        rows = sizes.gpt.batch * sizes.gpt.context
+        model = _half_models.mlp([width, 4 * width] * 2, rows, jax.nn.gelu)
+
+        def in_float8(params: Any, x: Any) -> Any:
+            x = x.astype(jnp.bfloat16)
+            for layer in params:
+                y = _float8_product(x, layer["w"]) + layer["b"]
+                x = jax.nn.gelu(y).astype(jnp.bfloat16)
+            return jnp.mean(x.astype(jnp.float32) ** 2) * 2.0**13
+
+        losses = _usual(model) | {"float8": in_float8}
+        _gradients(clock, f"float8, width {width}", model, losses)
+
+
+@jax.custom_vjp
+def _float8_product(x: jax.Array, w: jax.Array) -> jax.Array:
+    """`x @ w` of e4m3 numbers with static powers of two, and e5m2 cotangents."""
+    return _float8_forward(x, w)[0]
+
+
+def _float8_forward(x: jax.Array, w: jax.Array) -> Any:
+    power = 2.0 ** round(math.log2(w.shape[0]) / 2)
+    x8, w8 = _in_float8(x, 1.0, "e4m3fn"), _in_float8(w, power, "e4m3fn")
+    y = jnp.matmul(x8, w8, preferred_element_type=jnp.bfloat16) / power
+    return y.astype(jnp.bfloat16), (x8, w8, power)
+
+
+def _float8_backward(saved: Any, g: jax.Array) -> Any:
+    x8, w8, power = saved
+    g8 = _in_float8(g, 1.0, "e5m2")
+    # The units multiply rows by rows: `precision` keeps their sums in float32.
+    product = functools.partial(jnp.matmul, precision="highest")
+    of_x = product(g8, w8.T, preferred_element_type=jnp.bfloat16) / power
+    of_w = product(x8.T, g8, preferred_element_type=jnp.float32)
+    return of_x.astype(jnp.bfloat16), of_w
+
+
+_float8_product.defvjp(_float8_forward, _float8_backward)
+
+
+def _in_float8(x: jax.Array, factor: float, kind: str) -> jax.Array:
+    return (x.astype(jnp.float32) * factor).astype(f"float8_{kind}")
+
+
+def _head(clock: Clock, sizes: Sizes) -> None:
+    """A head of an odd vocabulary beside a padded one, with and without logits."""
+    rows = sizes.gpt.batch * sizes.gpt.context
+    vocabulary = sizes.large_vocabulary
+    padded = vocabulary + -vocabulary % 128
+    labels = jax.random.randint(jax.random.key(2), (rows,), 0, vocabulary)
+    programs: Programs = {}
+    for size in dict.fromkeys((vocabulary, padded)):
+        h, out = jax.jit(
+            lambda key, size=size: (
+                jax.random.normal(key, (rows, sizes.gpt.width)),
+                0.02 * jax.random.normal(key, (sizes.gpt.width, size)),
+            )
+        )(jax.random.key(0))
+        for name, loss in _head_losses().items():
+            params = {"x": h, "out": out}
+            programs[f"{name}, V = {size:,}"] = gradient(loss, params, labels)
+    clock.take_turns("head", programs, rounds=7)
+
+
+def _head_losses() -> dict[str, Any]:
+    plain = MINIMAL["head of 50,257"].loss
+    losses = {"by hand": PROGRAMS["by hand"](plain)}
+    for how in ("", " in 4 checkpoints", " in 4 chunks", " in 8 chunks"):
+        loss = MINIMAL[f"head of 50,257{how}"].loss
+        losses[f"autocast{how}"] = PROGRAMS["autocast"](loss)
+    return losses
+
+
+def _advice(clock: Clock, sizes: Sizes) -> None:
+    """What `compare_speed` says, beside this clock."""
+    model = transformer(sizes.gpt)
+    params, batch = jax.jit(model.init)(jax.random.key(0))
+    losses = _usual(model)
+    for half in HALF:
+        found = diagnostics.compare_speed(
+            _autocast(model, half), losses["float32"], params, batch
+        )
+        low, high = found.gain_range
+        clock.say(title="compare_speed", name=half, gain=found.gain, low=low, high=high)
+    losses["autocast f16"] = _autocast(model, "f16")
+    del losses["by hand"]
+    _gradients(clock, "beside compare_speed", model, losses)
+
+
+class Part(NamedTuple):
+    """A question, and the seconds that its answer may take."""
+
+    run: Callable[[Clock, Sizes], None]
+    seconds: int
+    question: str
+
+
+# The most telling first.
+PARTS = {
+    "gpt4": Part(_gpt4, 60, "the gradient of GPT-2 with four layers"),
+    "others": Part(_others, 50, "gradients of an MLP, a ResNet's stage and an LSTM"),
+    "attention": Part(_attention, 70, "cuDNN's attention, marked by in_half"),
+    "scaling": Part(_scaling, 75, "what S, the skip and the guard cost on one loss"),
+    "torch": Part(_torch, 75, "the same step in PyTorch"),
+    "float8": Part(_float8, 60, "float8 by hand beside bfloat16"),
+    "head": Part(_head, 45, "a head with and without logits, odd and padded"),
+    "step12": Part(_step12, 85, "the step of GPT-2 with twelve layers"),
+    "advice": Part(_advice, 45, "compare_speed beside this clock"),
+    "steps": Part(_adamw, 180, "steps of AdamW, with the skip, in half storage"),
+    "narrow": Part(_narrow, 60, "the gradient at width 512"),
+    "vocabulary": Part(_vocabulary, 60, "the gradient with 50,257 tokens"),
+    "frameworks": Part(_frameworks, 120, "gradients in Linen, NNX, Equinox, a scan"),
+}

@@ -1,0 +1,120 @@
+"""The benchmark with clocks: its rows, what it leaves out, and that its parts run."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import _clock_parts
+import clock
+import clocked
+import jax.numpy as jnp
+import pytest
+from _clock import Clock, Program
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_programs_take_turns_and_the_first_one_is_timed_beside_itself(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    own = Clock("own", seconds=60, rows=path)
+
+    def refused():
+        raise ValueError("no such product")
+
+    carried = Program(lambda s, x: (s + x, x), (jnp.zeros(3), jnp.ones(3)), carried=1)
+    programs = {
+        "a": lambda: Program(jnp.sin, (jnp.ones(3),)),
+        "b": lambda: carried,
+        "c": refused,
+    }
+    own.say_machine()
+    own.take_turns("table", programs, rounds=3)
+    rows = rows_of(path)
+    assert {row["part"] for row in rows} == {"own"}
+    times = {r["name"]: r for r in rows if "ms" in r and r["title"] == "table"}
+    assert list(times) == ["a", "b", "a beside itself"]
+    assert all(row["low"] <= row["ms"] <= row["high"] for row in times.values())
+    assert times["a"]["to_first"] == 1
+    (error,) = [row for row in rows if "error" in row]
+    assert error["name"] == "c"
+    assert "no such product" in error["error"]
+
+
+def test_a_part_without_time_says_what_it_left_out(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    Clock("own", seconds=0, rows=path).take_turns("table", {"a": None})
+    assert rows_of(path) == [
+        {"part": "own", "title": "table", "name": "a", "skipped": "no time"}
+    ]
+
+
+def test_a_part_that_is_cut_off_has_the_times_of_what_was_compiled(tmp_path):
+    path = tmp_path / "rows.jsonl"
+
+    def cut_off():
+        raise KeyboardInterrupt
+
+    programs = {
+        "a": lambda: Program(jnp.sin, (jnp.ones(3),)),
+        "b": lambda: Program(jnp.cos, (jnp.ones(3),)),
+        "c": cut_off,
+    }
+    with pytest.raises(KeyboardInterrupt):
+        Clock("own", seconds=60, rows=path).take_turns("table", programs)
+    assert {row["name"] for row in rows_of(path) if "ms" in row} >= {"a", "b"}
+
+
+def test_the_rows_become_tables_below_the_machine(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    machine = {
+        "part": "p",
+        "device": "1 x H200",
+        "processor": "2 x Xeon",
+        "bfloat16_units": True,
+        "load": [1.5, 1, 1],
+        "versions": {"jax": "0.12"},
+        "date": "2026-11-28",
+    }
+    time = {"part": "p", "title": "t", "name": "float32", "ms": 2, "low": 1, "high": 3}
+    faster = time | {"name": "half", "ms": 1.0}
+    early = time | {"title": "t (so far)"}
+    lines = map(json.dumps, [machine, early, time, faster])
+    path.write_text("\n".join(lines))
+    clocked.main([str(path)])
+    out = capsys.readouterr().out
+    assert "1 x H200; processor 2 x Xeon, with matrix units for bfloat16" in out
+    assert "| half | 1.00 | 1.00 | 3.00 | 2.00 | - |" in out
+    assert "so far" not in out
+
+
+@pytest.mark.slow
+def test_the_command_runs_a_part_in_a_process_of_its_own(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    # This part compiles nothing where there is no GPU.
+    command = [sys.executable, "benchmarks/clock.py", "--parts", "attention", "--rows"]
+    subprocess.run([*command, path], cwd=ROOT, check=True, timeout=300)
+    first, last = rows_of(path)
+    assert {"device", "processor", "bfloat16_units", "versions", "load"} <= {*first}
+    assert last["skipped"] == "cuDNN needs a GPU"
+
+
+def test_no_part_starts_without_time(capsys):
+    with pytest.raises(SystemExit, match="not measured: gpt4, head"):
+        clock.main(["--parts", "gpt4", "head", "--seconds", "5"])
+    assert "no time for gpt4" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", _clock_parts.PARTS)
+def test_each_part_runs_at_a_tiny_size(part, tmp_path, ranks_promote):
+    path = tmp_path / "rows.jsonl"
+    own = Clock(part, seconds=300, rows=path)
+    _clock_parts.PARTS[part].run(own, _clock_parts.SIZES["tiny"])
+    rows = rows_of(path)
+    assert rows
+    assert not [row for row in rows if "error" in row]

@@ -147,27 +147,36 @@ def _restored(
         first_line = (str(error).strip() or repr(error)).splitlines()[0]
         raise _OtherFormError(first_line[:200]) from error
     saved, places = leaves_by_name(saved), leaves_by_name(numbered)
-    may_round = _scaling_leaves(numbers)
     for name in sorted(saved.keys() - places.keys()):
         raise _OtherFormError(f"{name} is {_type(saved[name])}, expected nothing")
+    may_round = _scaling_leaves(numbers)
+    # The functions among an Equinox model's leaves are not saved.
+    places = {name: i for name, i in places.items() if _is_saved(on_disk[i])}
+    restored = [*leaves]
     for name, i in places.items():
         like, value = on_disk[i], saved.get(name)
-        if not (is_data(like) or hasattr(like, "dtype")):
-            continue  # the functions among an Equinox model's leaves are not saved
         if value is not None and is_data(value) and i in may_round:
             value = _pytree.cast(value, like, may_round[i])
         # An array that `inner` itself stores in bfloat16 is so on disk, too.
         if not (_fits(value, like) or _fits(value, leaves[i])):
             raise _OtherFormError(f"{name} is {_type(value)}, expected {_type(like)}")
-        if not hasattr(like, "dtype"):
-            leaves[i] = value  # a Python number, which `jit` tells from an array
-        elif like is leaves[i]:
-            leaves[i] = jnp.asarray(value, like.dtype)  # NumPy's cannot be donated
-        else:
-            leaves[i], remainder = split(jnp.asarray(value, jnp.float32))
-            if i in remainder_of:
-                leaves[remainder_of[i]] = remainder
-    return jax.tree.unflatten(structure, leaves)
+        restored[i], remainder = _as_in_state(value, leaves[i], like)
+        if i in remainder_of:
+            restored[remainder_of[i]] = remainder
+    return jax.tree.unflatten(structure, restored)
+
+
+def _is_saved(leaf: Leaf) -> bool:
+    return is_data(leaf) or hasattr(leaf, "dtype")
+
+
+def _as_in_state(value: Leaf, leaf: Leaf, on_disk: Leaf) -> tuple[Leaf, Leaf]:
+    """Returns a value like a leaf of the state, and the remainder of its rounding."""
+    if not hasattr(leaf, "dtype"):
+        return value, None  # a Python number, which `jit` tells from an array
+    if on_disk is leaf:
+        return jnp.asarray(value, leaf.dtype), None  # NumPy's cannot be donated
+    return split(jnp.asarray(value, jnp.float32))
 
 
 def _scaling_leaves(numbers: PyTree) -> dict[int, bool]:

@@ -178,16 +178,41 @@ def _sum_of_parts(
     gradient: _Gradient, names: _mesh.Axes | None, add: _Add, may_be_sum: bool
 ) -> jax.Array:
     """Sums a leaf that is `unreduced`. Others are sums already."""
-    total, like = gradient.array, gradient.like
+    total = gradient.array
     sharding: NamedSharding = jax.typeof(total).sharding
     axes = _mesh.unreduced_axes(total)
-    kind = getattr(sharding.spec, "unreduced_kind", None)  # since jax 0.12
+    _require_parts_of_sum(gradient, axes, sharding.spec)
+    _require_axes(gradient, axes, names, may_be_sum)
+    spec = _spec_like(gradient)
+    for at, part in enumerate(spec or ()):
+        count = math.prod(sharding.mesh.shape[name] for name in _mesh.names_of(part))
+        if count > 1:
+            _check_equal_parts(gradient, at, count)
+    if axes:
+        way = _way_of_spec(spec, axes) if spec is not None else None
+        total = _added_up(total, way or _Way(axes), add)
+    if spec is None or sharding.mesh.empty:
+        return total
+    # A sum that could not be made in shares is cut here.
+    return jax.sharding.reshard(total, NamedSharding(sharding.mesh, spec))
+
+
+def _require_parts_of_sum(
+    gradient: _Gradient, axes: _mesh.Axes, spec: PartitionSpec
+) -> None:
+    kind = getattr(spec, "unreduced_kind", None)  # since jax 0.12
     if kind is not None and kind.name != "sum":
         raise gradient.error(
             "parts of a sum",
             f"unreduced over {axes} by {kind.name}",
             "jax.sharding.reshard it to the parameters' shardings",
         )
+
+
+def _require_axes(
+    gradient: _Gradient, axes: _mesh.Axes, names: _mesh.Axes | None, may_be_sum: bool
+) -> None:
+    """Raises an error for a leaf that is unreduced over other axes than `names`."""
     is_wanted = set(axes) == set(names or axes) if axes else may_be_sum
     if not is_wanted:
         raise gradient.error(
@@ -197,28 +222,26 @@ def _sum_of_parts(
             "Explicit axes of parameters that are typed reduced over it; a mean is "
             "of such leaves alone",
         )
+
+
+def _spec_like(gradient: _Gradient) -> PartitionSpec | None:
+    """Returns how a parameter is split, whether or not it is typed `reduced`."""
+    like = gradient.like
     if like is not None and not isinstance(like, PartitionSpec):
         like = jax.typeof(like).sharding.spec
-    # How parameters are split, whether or not they are typed `reduced`.
-    spec = None if like is None else PartitionSpec(*_mesh.dimensions(like))
-    for at, part in enumerate(() if spec is None else spec):
-        count = math.prod(sharding.mesh.shape[name] for name in _mesh.names_of(part))
-        if count > 1:
-            _check_equal_parts(gradient, at, count)
-    if axes:
-        way = None if spec is None else _way_of_spec(spec, axes)
-        way = way or _Way(axes)
-        total = jax.shard_map(
-            lambda part: add(part, way),
-            mesh=sharding.mesh,
-            in_specs=sharding.spec,
-            out_specs=_spec_of_sum(sharding.spec, way),
-            check_vma=False,
-        )(total)
-    if spec is None or sharding.mesh.empty:
-        return total
-    # A sum that could not be made in shares is cut here.
-    return jax.sharding.reshard(total, NamedSharding(sharding.mesh, spec))
+    return None if like is None else PartitionSpec(*_mesh.dimensions(like))
+
+
+def _added_up(total: jax.Array, way: _Way, add: _Add) -> jax.Array:
+    """Sums the parts of an unreduced leaf, each on its devices."""
+    sharding: NamedSharding = jax.typeof(total).sharding
+    return jax.shard_map(
+        lambda part: add(part, way),
+        mesh=sharding.mesh,
+        in_specs=sharding.spec,
+        out_specs=_spec_of_sum(sharding.spec, way),
+        check_vma=False,
+    )(total)
 
 
 def _total(x: jax.Array, way: _Way, wire: DTypeLike | None, mean: bool) -> jax.Array:

@@ -103,7 +103,7 @@ def on_shards(
     mesh = _mesh_of(leaves) if mesh is None else mesh
     # In the order of the mesh, because that of a set differs between processes.
     ordered = tuple(axis for axis in mesh.axis_names if axis in axes)
-    # Parts of a sum that is not made yet are arrays like others only unchecked.
+    # `shard_map` takes unreduced arrays only with check_vma=False.
     has_parts = any(spec.unreduced for spec in specs)
     return jax.shard_map(
         lambda *shards: fun(shards, ordered),

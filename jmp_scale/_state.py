@@ -28,8 +28,8 @@ class LossScale(_pytree.Pytree, abc.ABC):
     """What every loss scale has; a subclass of your own may have another rule of S.
 
     A subclass is a frozen dataclass that JAX knows as a pytree. It has a field or a
-    property `loss_scale`, which is S, f32[], and `adjust`. What follows the steps is a
-    leaf, everything else is a static field. Whatever takes a loss scale takes it.
+    property `loss_scale`, which is S, f32[], and `adjust`. What changes from step to
+    step is a leaf, the rest is static. Every function that takes a loss scale takes it.
     """
 
     loss_scale: Any

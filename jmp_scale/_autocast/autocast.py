@@ -186,8 +186,9 @@ def _warn_of_nothing(jaxpr: Program, notes: Notes) -> None:
     if not notes.any_half and not any(is_half(_jaxpr.dtype_name(v)) for v in atoms):
         notes.warn_once(
             "no product",
-            "autocast: no product became half precision: there is none, or all are of "
-            "constants (pass parameters as arguments), sums or outer products (put "
-            "autocast around jax.vmap, not within it), of their own dtype or "
-            "precision, or in keep_float32 or a call that cannot be read",
+            "autocast: no product became half precision: there is none, or each is\n"
+            "- of constants: pass parameters as arguments\n"
+            "- a sum or an outer product: put autocast around jax.vmap, not within it\n"
+            "- of a dtype or precision of its own\n"
+            "- in keep_float32, or in a call that cannot be read",
         )

@@ -101,9 +101,9 @@ def with_derivative(
 
 
 class Traces:
-    """A cache of functions by the facts of which they are made, for JAX to trace once.
+    """A cache: functions by the facts that they are made from, so that JAX traces once.
 
-    Two caches are equal only if they are one.
+    Caches are compared by identity.
     """
 
     def __init__(self) -> None:

@@ -50,7 +50,7 @@ from .values import Stored, Values
 
 @dataclasses.dataclass(eq=False)
 class Notes:
-    """Notes on one call of a program, with all that is nested in it."""
+    """What one call of a program has met so far, nested programs included."""
 
     warned: set[str]  # of these there is no further warning
     is_unscaled: bool = False  # whether no loss scale reaches its gradients
@@ -133,7 +133,7 @@ class Interpreter:
         return _jaxpr.results_of(reading.jaxpr, found)
 
     def evaluate_steps(self, values: Values) -> None:
-        """Adds the values of all variables whose values are wanted."""
+        """Evaluates every equation that a result needs."""
         for step in values.reading.steps:
             self.evaluate_step(step, values)
 

@@ -142,11 +142,11 @@ def fate(
 ) -> Fate:
     """Decides the fate of a product in a program, or alone.
 
-    Products of other dtypes, of a precision of their own, and what is no work for a
-    matrix unit stay as they are. A vector times a matrix that `is_parameter` is one row
-    of a batch. An operand that `is_constant` is computed from integers and constants
-    alone. `is_exempt`, whether a name keeps the product float32, is asked last: it may
-    note which products were met.
+    A product stays as it is if its dtypes are not float32, if it has a precision of its
+    own, or if a matrix unit gains nothing. A vector times a matrix that `is_parameter`
+    is one row of a batch. An operand that `is_constant` is computed from integers and
+    constants alone. `is_exempt`, whether a name keeps the product float32, is asked
+    last: it may note which products were met.
     """
     operands = {_jaxpr.dtype_name(v) for v in eqn.invars[:2]}
     result = _jaxpr.dtype_name(eqn.outvars[0])

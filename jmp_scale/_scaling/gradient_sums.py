@@ -123,7 +123,7 @@ def sum_gradients(
 
 
 class _Gradient(NamedTuple):
-    """A leaf, its name, and what its sum shall lie like: an array, a spec, or None."""
+    """A leaf, its name, and the array or spec whose sharding its sum gets, or None."""
 
     name: str
     array: jax.Array
@@ -136,7 +136,7 @@ class _Gradient(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """Over which axes a leaf is added up, and how its sum stays split."""
+    """The axes that a leaf is summed over, and those that shard the sum."""
 
     axes: _mesh.Axes
     kept: _mesh.Axes = ()  # of the axes, those that split the sum

@@ -61,7 +61,7 @@ def select_step(
 def attempt(
     applied: Flag, update: Update, inputs: PyTree, old: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """Returns what the update makes of inputs that are zero on a skipped step."""
+    """Runs the update, on zeros if the step is skipped."""
     if _debugs_nans() and not isinstance(applied, Tracer) and not applied:
         # Eagerly, even 0 / 0 would raise.
         updates = jax.eval_shape(lambda: update(inputs, old)[0])

@@ -241,7 +241,9 @@ def test_the_setting_for_precision_holds_around_a_linear_solve(setting):
 )
 def test_a_function_in_which_nothing_becomes_half_warns_once(fun):
     half = autocast(fun, "float16")
-    with pytest.warns(UserWarning, match=r"no product became half.*\(pass parameters"):
+    with pytest.warns(
+        UserWarning, match=r"no product became half.*\n.*: pass parameters"
+    ):
         half(W, X)
     assert F16 not in products(half, W, X)  # filters make a warning an error
 
@@ -1104,7 +1106,9 @@ cubed.defvjp(lambda x: (x**3, x), lambda x, g: (3 * x * x * g,))
 def test_jet_raises_what_jax_says_and_blames_no_custom_vjp():
     """It knows no functions with rules of their own, of which autocast makes some."""
     half = autocast(lambda w: mean_square(cubed(X @ w)), "bfloat16")
-    with pytest.raises((jax.errors.UnexpectedTracerError, KeyError)) as caught:
+    # Which error JAX raises depends on its version.
+    known = jax.errors.UnexpectedTracerError, KeyError, AttributeError
+    with pytest.raises(known) as caught:
         jet.jet(half, (W,), [[W, 0 * W]])
     assert "custom_vjp" not in str(caught.value)
 

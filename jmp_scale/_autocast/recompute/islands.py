@@ -116,10 +116,10 @@ def _softmax_rule(
 
 
 def small_sums(island: Jaxpr) -> list[Var]:
-    """Results of sums and the like that are small beside their operand.
+    """Results of reductions that are much smaller than their operand.
 
-    They are kept from the forward pass, except sums of rows that a kernel may hold: a
-    GPU has one kernel for a norm or softmax, which breaks at a sum that is known.
+    They are saved, except sums of rows that a kernel may hold: a GPU computes a norm or
+    softmax in one kernel, which a saved sum would split.
     """
     found = []
     for eqn in (eqn for eqn in island.eqns if "axes" in eqn.params):

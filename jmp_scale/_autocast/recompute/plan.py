@@ -41,8 +41,8 @@ class Output(NamedTuple):
     # Its half-precision copy is a residual, which products read.
     is_saved_in_half: bool
     is_softmax: bool  # the island's derivative reads this copy, too
-    # It is a residual itself, a small sum or a stream. What is computed from it is
-    # recomputed from the residual.
+    # The result itself is saved: a small sum, or the stream. What is computed from it
+    # is recomputed from the residual.
     is_saved: bool
 
 
@@ -302,7 +302,7 @@ class _Units:
         streams = self._streams(island, results, softmaxes)
         inputs = _residuals(island, softmaxes, streams)
         recomputed: set[Var] = set()
-        # The largest first: what is read for one of them is there for the next ones.
+        # The largest first, because later ones share what an earlier one saves.
         for v in sorted(operands, key=_jaxpr.size, reverse=True):
             values = needed_for(island, [v], streams)
             # Computed from a softmax that is saved, it would not be what was read.
@@ -318,7 +318,7 @@ class _Units:
     def _streams(
         self, island: Jaxpr, results: Collection[Var], softmaxes: Collection[Var]
     ) -> set[Var]:
-        """Returns results to save: the inputs that they save are more bytes."""
+        """Returns the results to save, because their inputs would take more bytes."""
         streams: set[Var] = set()
         fewest = self._bytes(_residuals(island, softmaxes, ()))
         for v in results:

@@ -105,7 +105,7 @@ class RecomputingInterpreter(Interpreter):
                 self.saved(v, values, as_is=v in inputs) for v in unit.passed
             ],
         )
-        # Equal units share a function, if what they do not compare is equal too.
+        # Units share a function if the facts that `==` ignores are equal too.
         facts = unit, self, unit.not_compared
         results = self.traces.made(_function_of, *facts)(read)
         outputs = unit.results

@@ -25,7 +25,7 @@ def program_of(page):
 PAGES = (
     "README.md",
     slow("docs/flax.md"),
-    "docs/devices.md",
+    slow("docs/devices.md"),
     slow("docs/half-parameters.md"),
 )
 

@@ -23,7 +23,7 @@ def program_of(page):
 
 
 PAGES = (
-    "README.md",
+    slow("README.md"),
     slow("docs/flax.md"),
     slow("docs/devices.md"),
     slow("docs/half-parameters.md"),

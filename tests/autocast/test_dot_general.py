@@ -156,7 +156,7 @@ def random_product(rng):
 
 
 @pytest.mark.filterwarnings("ignore:autocast. no product")  # of sizes of 1
-@pytest.mark.parametrize("seed", by_name([0, 1], range(12)))
+@pytest.mark.parametrize("seed", by_name([0], range(12)))
 def test_matrix_units_of_a_cpu_take_random_programs(monkeypatch, seed):
     """Their products' forms run on each CPU, whether it has such units or not."""
     monkeypatch.setattr(dot_general, "has_bfloat16_units", lambda: True)

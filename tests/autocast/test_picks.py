@@ -171,9 +171,8 @@ def assert_equal(fun, reference, args):
     jax.tree.map(equal, found, wanted)
 
 
-QUICK = "optax", "optax, where=", "along the first axis", "rows of vmap", "two columns"
-QUICK += "smoothed and masked", "Flax", "MaxText", "checkpoint", "branches"
-QUICK += "chunks in a checkpoint", "shard_map", "a float32 head"
+QUICK = "optax", "along the first axis", "rows of vmap", "two columns", "MaxText"
+QUICK += "smoothed and masked", "chunks in a checkpoint", "branches", "shard_map"
 CASES = by_name(
     [*((name, True) for name in QUICK), ("optax", False), ("two columns", False)],
     itertools.product(FORMS, (True, False)),

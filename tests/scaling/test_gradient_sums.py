@@ -74,7 +74,7 @@ WAYS = {
     "two Explicit axes": functools.partial(on_explicit_axes, mesh=EXPLICIT_TWO),
 }
 each_way = pytest.mark.parametrize(
-    "way", by_name(["shard_map", "Explicit", "two Explicit axes"], WAYS)
+    "way", by_name(["shard_map", "two Explicit axes"], WAYS)
 )
 KINDS = {
     "even": (normal(16, 1024), WHOLE),

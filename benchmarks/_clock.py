@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-from _compiled import figures
 from _harness import PACKAGES
 from clocked import SO_FAR
+from compilers import figures
 
 from jmp_scale._machine import versions
 from jmp_scale._processor import has_bfloat16_units, processor_name

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from _models import Model, Transformer, cast, mean_loss, wide
 from flax import nnx
+from models import Model, Transformer, cast, mean_loss, wide
 
 
 def nnx_transformer(sizes: Transformer) -> Model:
@@ -91,7 +91,7 @@ def lstm(width: int, steps: int, batch: int) -> Model:
 def torch_step(
     sizes: Transformer, dtype: str | None, *, fused: bool, compiled: bool
 ) -> Callable[[], None]:
-    """A step of AdamW in PyTorch, of the transformer that `_models` has in JAX.
+    """A step of AdamW in PyTorch, of the transformer that `models` has in JAX.
 
     float16 has PyTorch's `GradScaler`; `fused` is its own attention.
     """

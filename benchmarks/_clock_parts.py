@@ -7,16 +7,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
-import _half_models
-import _models
 import _steps
 import jax
 import jax.numpy as jnp
+import models
 import optax
 from _clock import Clock, Programs, gradient, step
 from _clock_models import lstm, nnx_transformer, torch_step
-from _minimal import MINIMAL, PROGRAMS
-from _models import Model, Transformer, transformer
+from models import Model, Transformer, catalog, transformer
+from models.minimal import MINIMAL, PROGRAMS
 
 import jmp_scale
 from jmp_scale import diagnostics
@@ -83,7 +82,7 @@ def _by_hand(model: Model, half: str = "bf16") -> Any:
 
 def _all_by_hand(model: Model) -> Any:
     def loss(params: Any, batch: Any) -> Any:
-        with mock.patch.object(_models, "wide", lambda x: x):  # norms and loss, too
+        with mock.patch.object(models, "wide", lambda x: x):  # norms and loss, too
             return model.loss(params, batch, jnp.bfloat16, False)
 
     return loss
@@ -140,9 +139,9 @@ def _with_large_vocabulary(sizes: Sizes, **more: Any) -> Model:
 
 def _frameworks(clock: Clock, sizes: Sizes) -> None:
     for name, make in (
-        ("linen", _half_models.linen),
+        ("linen", catalog.linen),
         ("nnx", nnx_transformer),
-        ("equinox", _half_models.equinox),
+        ("equinox", catalog.equinox),
     ):
         model = make(sizes.gpt)
         _gradients(clock, f"gpt4 in {name}", model, _usual(model))
@@ -157,10 +156,10 @@ def _others(clock: Clock, sizes: Sizes) -> None:
         ((channels, 1, 1), (channels, 3, 1 if at else 2), (4 * channels, 1, 1))
         for at in range(6)
     ]
-    resnet = _half_models.resnet(sizes.images, None, stage, 100)
+    resnet = catalog.resnet(sizes.images, None, stage, 100)
     for name, model in {
-        "mlp-gelu": _half_models.mlp([width] * (layers + 1), rows, jax.nn.gelu),
-        "mlp-relu": _half_models.mlp([width] * (layers + 1), rows, jax.nn.relu),
+        "mlp-gelu": catalog.mlp([width] * (layers + 1), rows, jax.nn.gelu),
+        "mlp-relu": catalog.mlp([width] * (layers + 1), rows, jax.nn.relu),
         "resnet50-stage3": resnet._replace(options={"share_casts": True}),
         "lstm": lstm(*sizes.lstm),
     }.items():
@@ -179,7 +178,7 @@ def _attention(clock: Clock, sizes: Sizes) -> None:
 
     def with_attention(loss: Any, attend: Any) -> Any:
         def changed(params: Any, batch: Any) -> Any:
-            with mock.patch.object(_models, "_attend", attend):
+            with mock.patch.object(models, "_attend", attend):
                 return loss(params, batch)
 
         return changed
@@ -224,7 +223,7 @@ def _steps_of(model: Model) -> dict[str, Callable[[Any], Any]]:
 
 
 def _half_stored(loss: Any, tx: Any, params: Any) -> Any:
-    params = _models.cast(params, jnp.bfloat16)
+    params = models.cast(params, jnp.bfloat16)
     return _steps.unscaled(loss, jmp_scale.with_half_storage(tx), params)
 
 
@@ -309,7 +308,7 @@ def _float8(clock: Clock, sizes: Sizes) -> None:
         clock.say(title="float8", skipped="a CPU has no float8 units")
     for width in sizes.float8:
         rows = sizes.gpt.batch * sizes.gpt.context
-        model = _half_models.mlp([width, 4 * width] * 2, rows, jax.nn.gelu)
+        model = catalog.mlp([width, 4 * width] * 2, rows, jax.nn.gelu)
 
         def in_float8(params: Any, x: Any) -> Any:
             x = x.astype(jnp.bfloat16)

@@ -12,9 +12,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from _models import cast, cross_entropy, wide
 from _stability_tasks import WIDTHS, dense, tasks
 from flax import nnx
+from models import cast, cross_entropy, wide
 
 
 class Task(NamedTuple):

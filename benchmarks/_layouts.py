@@ -5,12 +5,12 @@ The batch is split over the axis `data`, layers are over the axis `model`.
 
 from typing import Any, NamedTuple
 
-import _targets
 import jax
-from _models import Model, Transformer, transformer
+from compilers import targets
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from models import Model, Transformer, transformer
 
 MODEL_DEVICES = 4  # that share a layer
 
@@ -32,7 +32,7 @@ class Layout(NamedTuple):
     tensor_parallel: bool = False
     shard_map: bool = False
 
-    def mesh(self, target: _targets.Target) -> Mesh:
+    def mesh(self, target: targets.Target) -> Mesh:
         shared = MODEL_DEVICES if self.tensor_parallel else 1
         axes = {"data": target.chips // shared}
         return target.mesh_of(axes | ({"model": shared} if shared > 1 else {}))

@@ -22,15 +22,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import _harness
-import _targets
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _compiled import AS_WRITTEN, figures, options
-from _half_models import DEEP, LARGE, SMALL
 from _harness import MEMORY, Table
-from _models import Model
 from _tables import compared
+from compilers import AS_WRITTEN, figures, options, targets
+from models import Model
+from models.catalog import DEEP, LARGE, SMALL
 from tqdm import tqdm
 
 import jmp_scale
@@ -73,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tables = []
     for part, dtype in itertools.product(args.parts, args.dtypes):
         for where in args.targets if part == "compiled" else [part]:
-            if part == "compiled" and (reason := _targets.missing(where)):
+            if part == "compiled" and (reason := targets.missing(where)):
                 print(f"{where}: {reason}")
                 continue
             tables.append(_table(args, kept, part, where, dtype))
@@ -101,7 +100,7 @@ def _table(args: Any, kept: _harness.Kept, part: str, where: str, dtype: str) ->
 
 
 def _compiled(target: str, half: Any, model: str, program: str) -> dict[str, float]:
-    where = _targets.Target(target)
+    where = targets.Target(target)
     placed = where.replicated(types(LARGE[model]))
     loss = PROGRAMS[program](LARGE[model], half)
     lowered = jax.jit(jax.value_and_grad(loss)).lower(*placed)
@@ -175,7 +174,7 @@ def _parser() -> Any:
         ("--models", MODELS, MODELS, "compiled, traced or computed"),
         ("--programs", PROGRAMS, usual, "of each"),
         ("--dtypes", HALF, ["bf16"], "half-precision dtypes"),
-        ("--targets", _targets.TARGETS, ["h100", "tpu-v5e"], "machines"),
+        ("--targets", targets.TARGETS, ["h100", "tpu-v5e"], "machines"),
         ("--parts", PARTS, PARTS, "tables to make"),
     ):
         _harness.add_several(parser, flag, choices, default, text)

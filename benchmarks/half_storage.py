@@ -20,17 +20,16 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import _harness
-import _targets
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _compiled import AS_WRITTEN, Figures, figures
 from _harness import Table
-from _models import Transformer, cast, cross_entropy, transformer
 from _stability_tasks import dense, tasks
+from compilers import AS_WRITTEN, Figures, figures, targets
 from flax import nnx
 from jax import lax
+from models import Transformer, cast, cross_entropy, transformer
 from tqdm import tqdm
 
 import jmp_scale
@@ -216,12 +215,12 @@ def costs() -> Iterator[Table]:
     count = sum(array.size for array in jax.tree.leaves(shapes))
     columns = ["parameters", "bytes", "temporaries", "M cycles", "kernels"]
     for name in ("h100", "tpu-v5e"):
-        if reason := _targets.missing(name):
+        if reason := targets.missing(name):
             print(f"{name}: {reason}")
             continue
         table = Table(f"AdamW, {name}", columns)
         for form, how in COSTS.items():
-            found = cost(_targets.Target(name), shapes, how)
+            found = cost(targets.Target(name), shapes, how)
             size = f"{found.bytes_accessed / count:.2f}"
             temporaries = f"{found.temporaries / count:.3f}"
             cycles = f"{found.cycles / 1e6:.2f}" if found.cycles else "-"
@@ -229,7 +228,7 @@ def costs() -> Iterator[Table]:
         yield table
 
 
-def cost(target: _targets.Target, shapes: Any, form: Form) -> Figures:
+def cost(target: targets.Target, shapes: Any, form: Form) -> Figures:
     """Of an update, to which parameters and state are donated."""
     tx = form.make(1e-3, jax.random.key(0))
 

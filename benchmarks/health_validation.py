@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _harness import Table, parser, report
-from _models import cast
 from _stability_tasks import tasks
+from models import cast
 from tqdm import tqdm
 
 import jmp_scale

@@ -12,12 +12,11 @@ import collections
 import functools
 
 import _harness
-import _problems
 import _steps
-import _targets
 import jax
 import jax.numpy as jnp
-from _compiled import compile_step
+from compilers import compile_step, targets
+from models import problems
 from tqdm import tqdm
 
 PARTS = ("optimizer", "mixed", "train")
@@ -35,16 +34,16 @@ def main(argv=None):
     _harness.round_as_written()
     if args.target is not None:
         jax.config.update("jax_platforms", "cpu")
-        if (reason := _targets.missing(args.target)) is not None:
+        if (reason := targets.missing(args.target)) is not None:
             raise SystemExit(f"overhead.py: --target {args.target} {reason}")
     wanted = ["unscaled", *(peer for peer in args.peers if peer != "unscaled")]
     peers, missing = _steps.installed(wanted)
     # The first compilation of a process takes longer.
-    loss_fn, params, batch = _problems.optimizer_only(jnp.float32, {"w": jnp.ones(1)})
-    carry, step = _problems.build("unscaled", loss_fn, params)
-    targets = [_targets.Target(args.target, n) for n in args.chips if args.target]
-    targets = targets or [None]
-    compile_step(step, carry, batch, targets[0])
+    loss_fn, params, batch = problems.optimizer_only(jnp.float32, {"w": jnp.ones(1)})
+    carry, step = problems.build("unscaled", loss_fn, params)
+    machines = [targets.Target(args.target, n) for n in args.chips if args.target]
+    machines = machines or [None]
+    compile_step(step, carry, batch, machines[0])
 
     tables = []
     for part in args.parts:
@@ -52,8 +51,8 @@ def main(argv=None):
             for dtype in args.dtypes:
                 sizes = {"layers": args.layers, "width": args.width}
                 sizes["examples"] = max(8, *args.chips)
-                title, problem = _problems.problems(dtype, **sizes)[part]
-                for target in targets:
+                title, problem = problems.problems(dtype, **sizes)[part]
+                for target in machines:
                     table = _table(args, title, optimizer, dtype, target)
                     tables.append(table)
                     compare(table, problem, peers, optimizer, target, args)
@@ -73,7 +72,7 @@ def _table(args, title, optimizer, dtype, target):
     else:  # several numbers of chips stand side by side, else both dtypes
         where, case = f"{{{{}}}} x {target.name}: {{}}", str(target.chips)
     of = dtype if case != dtype else "{}"
-    name = _problems.TITLES[optimizer]
+    name = problems.TITLES[optimizer]
     return _harness.Table(where.format(title.format(name, of)), [], case=case)
 
 
@@ -91,7 +90,7 @@ def compare(table, problem, peers, optimizer, target, args):
         params, batch = jax.tree.map(_filled, (params, batch))
         batch = jax.device_put(batch)
     for peer in tqdm(peers, desc=table.title.format(table.case), leave=False):
-        made = _problems.build(peer, loss_fn, params, optimizer, types_only=not here)
+        made = problems.build(peer, loss_fn, params, optimizer, types_only=not here)
         carries[peer], step = made
         programs[peer], found = compile_step(step, carries[peer], batch, target)
         base = base or found
@@ -164,10 +163,10 @@ def _parser():
     parser = _harness.parser(__doc__)
     several = functools.partial(_harness.add_several, parser)
     several("--parts", PARTS, ("optimizer", "train"), "tables to make")
-    several("--dtypes", _problems.DTYPES, _problems.DTYPES, "of the gradients")
+    several("--dtypes", problems.DTYPES, problems.DTYPES, "of the gradients")
     several("--peers", _steps.PEERS, _steps.PEERS, "steps to compare")
-    several("--optimizers", _problems.OPTIMIZERS, ["adamw"], "of the steps alone")
-    target = {"choices": _targets.TARGETS, "help": "compile for this machine"}
+    several("--optimizers", problems.OPTIMIZERS, ["adamw"], "of the steps alone")
+    target = {"choices": targets.TARGETS, "help": "compile for this machine"}
     parser.add_argument("--target", **target)
     text = "of the target, parameters sharded over all of them"
     parser.add_argument("--chips", nargs="+", type=int, default=[1], help=text)

@@ -24,19 +24,16 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import _harness
-import _targets
-import _traffic
-import _wire
 import jax
-from _compiled import options
 from _harness import MEMORY, Table
 from _layouts import LAYOUTS, placed
-from _minimal import HALF, HALF_PARAMETERS, MINIMAL, PROGRAMS, compile_minimal
-from _models import Transformer, cast
 from _tables import compared
-from _targets import TARGETS, Target
+from compilers import options, targets, traffic, wire
+from compilers.targets import TARGETS, Target
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from models import Transformer, cast
+from models.minimal import HALF, HALF_PARAMETERS, MINIMAL, PROGRAMS, compile_minimal
 from tqdm import tqdm
 
 import jmp_scale
@@ -78,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         name, _, chips = given.partition(":")
         if name not in TARGETS or not chips.isdigit():
             parser.error(f"--targets: expected NAME:CHIPS, got {given!r}")
-        if reason := _targets.missing(name):
+        if reason := targets.missing(name):
             print(f"{given}: {reason}")
             continue
         rows = product(args.layouts, args.models, args.programs)
@@ -115,15 +112,15 @@ def _measure(case: Case) -> dict[str, Any]:
     start = time.process_time()
     compiled = _compile(case)
     memory = compiled.memory_analysis()
-    module = _wire.parse(compiled.as_text())
-    sent = _wire.sent(module)
+    module = wire.parse(compiled.as_text())
+    sent = wire.sent(module)
     asynchronous = sum(one.times for one in sent if one.asynchronous)
-    kinds = [f"{k} {n}, {b / 1e6:.1f}" for k, (n, b) in _wire.totals(module).items()]
+    kinds = [f"{k} {n}, {b / 1e6:.1f}" for k, (n, b) in wire.totals(module).items()]
     return {
         MEMORY: memory.temp_size_in_bytes / 1e6,
         "peak, MB": memory.peak_memory_in_bytes / 1e6,
-        "bytes, GB": _traffic.traffic(module) / 1e9,
-        "M cycles": _traffic.estimated_cycles(module) / 1e6 or None,
+        "bytes, GB": traffic.traffic(module) / 1e9,
+        "M cycles": traffic.estimated_cycles(module) / 1e6 or None,
         "wire, MB": sum(one.bytes for one in sent) / 1e6,
         "asynchronous": f"{asynchronous}/{sum(one.times for one in sent)}",
         "collectives: number, MB": "; ".join(kinds),

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _harness import Table, parser, report
-from _stability_tasks import tasks
+from _stability_tasks import Task, tasks
 from tqdm import tqdm
 
 import jmp_scale
@@ -71,7 +71,7 @@ def faults(steps):
     }
 
 
-def run(task, rule, weights, bad, seeds):
+def run(task: Task, rule, weights, bad, seeds):
     """(final losses f32[seeds], skips bool[seeds, steps]), data-parallel over shards.
 
     A loss is NaN if the shards' parameters end up different.

@@ -36,16 +36,6 @@ def data(size):
     return jax.random.normal(jax.random.key(1), (16, 4)) * size
 
 
-def one_of(count, values):
-    """Parameters of a test: each `count`th runs by default, the others are slow."""
-    tuples = [value if isinstance(value, tuple) else (value,) for value in values]
-    slow = pytest.mark.slow
-    return [
-        pytest.param(*each, marks=slow if i % count else ())
-        for i, each in enumerate(tuples)
-    ]
-
-
 def slow(row):
     """The row of a parametrized test, which does not run by default."""
     values = row if isinstance(row, tuple) else (row,)

@@ -22,7 +22,7 @@ TESTED_BY = {
     "_jaxpr_*": ("test_jaxpr", "programs are read, rewritten and evaluated in turn"),
     "_autocast.interpreter": ("autocast/test_autocast", "programs run as planned"),
     "_autocast.recompute.units": ("autocast/test_exact", "it is what was computed"),
-    "_autocast.higher_order": ("autocast/test_autocast", "loops run as they did"),
+    "_autocast.higher_order": ("autocast/test_autocast_loops", "loops run as they did"),
     "_autocast.values": ("autocast/test_types_first", "sums are those of programs"),
     "_processor": ("test_machine", "the command says what the processor has"),
     "_pytree": ("scaling/test_loss_scale", "fields are those of loss scales"),

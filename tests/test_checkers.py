@@ -23,9 +23,9 @@ def program_of(page):
 
 
 PAGES = (
-    "README.md",
+    slow("README.md"),
     slow("docs/flax.md"),
-    "docs/devices.md",
+    slow("docs/devices.md"),
     slow("docs/half-parameters.md"),
 )
 

@@ -207,6 +207,7 @@ def test_the_page_on_checkpoints_resumes_bit_for_bit_and_restores_old_states():
         assert (a == b).all()
 
 
+@pytest.mark.slow
 def test_the_page_on_flax_trains_in_bfloat16_with_an_optimizer_of_flax_alone():
     page = run("docs/flax.md")
     assert type(page["optimizer"]) is page["nnx"].Optimizer

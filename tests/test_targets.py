@@ -4,19 +4,15 @@ import functools
 import re
 from unittest import mock
 
-import _compiled
-import _hlo
-import _minimal
-import _problems
-import _targets
-import _traffic
-import _wire
+import compilers
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from compilers import hlo, targets, traffic, wire
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from models import minimal, problems
 
 import jmp_scale
 
@@ -27,7 +23,7 @@ def compiles_for(*names):
     """Parametrizes with targets, skipped where their compiler is not installed."""
 
     def param(name):
-        reason = _targets.missing(name)
+        reason = targets.missing(name)
         skip = pytest.mark.skipif(reason is not None, reason=f"{name}: {reason}")
         return pytest.param(name, marks=skip)
 
@@ -50,12 +46,12 @@ PARAMS = {
 @functools.cache
 def figures(name, peer, dtype="f32", optimizer="adamw", chips=1):
     grads = jax.tree.map(
-        lambda p: jax.ShapeDtypeStruct(p.shape, _problems.DTYPES[dtype]), PARAMS
+        lambda p: jax.ShapeDtypeStruct(p.shape, problems.DTYPES[dtype]), PARAMS
     )
-    loss_fn = _problems.given_gradients(_problems.DTYPES[dtype])
-    carry, step = _problems.build(peer, loss_fn, PARAMS, optimizer, types_only=True)
-    target = _targets.Target(name, chips)
-    return _compiled.compile_step(step, carry, grads, target)[1]
+    loss_fn = problems.given_gradients(problems.DTYPES[dtype])
+    carry, step = problems.build(peer, loss_fn, PARAMS, optimizer, types_only=True)
+    target = targets.Target(name, chips)
+    return compilers.compile_step(step, carry, grads, target)[1]
 
 
 def ratio(what, name, peer="with_loss_scale", **kwargs):
@@ -114,9 +110,9 @@ def test_a_gpu_launches_few_more_kernels(name, optimizer, limit):
 @functools.cache
 def train_step(name, peer, dtype="f32"):
     """The one of `overhead.py`: 3 layers of width 256, 8 x 128 tokens."""
-    loss_fn, params, batch = _problems.problems(dtype)["train"][1]
-    carry, step = _problems.build(peer, loss_fn, params, types_only=True)
-    return _compiled.compile_step(step, carry, batch, _targets.Target(name))[1]
+    loss_fn, params, batch = problems.problems(dtype)["train"][1]
+    carry, step = problems.build(peer, loss_fn, params, types_only=True)
+    return compilers.compile_step(step, carry, batch, targets.Target(name))[1]
 
 
 @compiles_for("h100", "tpu-v5e")
@@ -153,10 +149,10 @@ def test_auto_mesh_axes_need_one_all_reduce_more(name, chips, peer):
 
 @compiles_for("h100", "tpu-v5e")
 def test_leaves_that_are_all_sharded_need_a_scalar(name):
-    sharding = NamedSharding(_targets.Target(name, 4).mesh, P("chips"))
+    sharding = NamedSharding(targets.Target(name, 4).mesh, P("chips"))
     finite = jax.jit(jmp_scale.all_finite, in_shardings=(sharding,))
     program = finite.lower([leaf(512, 256)] * 12).compile().as_text()
-    ((kind, types),) = _traffic.collectives(_hlo.parse(program))
+    ((kind, types),) = traffic.collectives(hlo.parse(program))
     assert (kind, types) in [("all-reduce", (x,)) for x in ("pred[]", "u32[]")]
 
 
@@ -173,9 +169,9 @@ def test_a_step_exported_for_three_machines_is_the_one_compiled_for_each(name):
     platforms = ["cpu", "tpu", "cuda"]
     exported = jax.export.export(jax.jit(step), platforms=platforms)(*leaves)
     restored = jax.export.deserialize(exported.serialize())
-    target = _targets.Target(name)
+    target = targets.Target(name)
     direct, through = (
-        _compiled.figures(jax.jit(f).lower(*target.placed(leaves)).compile(), target)
+        compilers.figures(jax.jit(f).lower(*target.placed(leaves)).compile(), target)
         for f in (step, restored.call)
     )
     assert direct == through
@@ -188,7 +184,7 @@ def test_in_half_reaches_the_fused_attention_of_cudnn(name):
         jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"
     )
     loss = lambda w, x: jnp.mean(jmp_scale.in_half(attend)(x @ w, x, x) ** 2)  # noqa: E731
-    args = _targets.Target(name).replicated((leaf(64, 64), leaf(2, 128, 4, 64)))
+    args = targets.Target(name).replicated((leaf(64, 64), leaf(2, 128, 4, 64)))
     answers = {
         "check_cudnn_version": lambda: 90700,
         "check_compute_capability": lambda _: True,
@@ -225,7 +221,7 @@ ROWS = 2 * 2 * 4096 * 1024
 )
 @compiles_for("tpu-v5e", "h100")
 def test_what_autocast_sends_over_devices(name, program, half_parameters, sent):
-    how = _minimal.HALF_PARAMETERS if half_parameters else "autocast"
+    how = minimal.HALF_PARAMETERS if half_parameters else "autocast"
     assert collectives(program, name, how) == sent
 
 
@@ -233,7 +229,7 @@ def test_what_autocast_sends_over_devices(name, program, half_parameters, sent):
 def test_autocast_gathers_weights_as_a_cast_by_hand_does(name):
     by_hand, found, found_with_half_storage = (
         collectives("four layers, FSDP", name, how)
-        for how in ("by hand", "autocast", _minimal.HALF_PARAMETERS)
+        for how in ("by hand", "autocast", minimal.HALF_PARAMETERS)
     )
     assert found["all-gather bf16"] == by_hand["all-gather bf16"]
     assert found_with_half_storage == by_hand
@@ -241,7 +237,7 @@ def test_autocast_gathers_weights_as_a_cast_by_hand_does(name):
 
 def sent_by_sums(name, axes, like=None, **kwargs):
     """Collectives that add up two weights' gradients, one of each data shard."""
-    target = _targets.Target(name, 8)
+    target = targets.Target(name, 8)
     mesh, split = target.mesh_of(axes), [*axes][1:]
     specs = {"up": P(None, *split), "down": P(*split)}
     stacked = {which: P("data", *spec) for which, spec in specs.items()}
@@ -261,9 +257,9 @@ def sent_by_sums(name, axes, like=None, **kwargs):
         )
         for which, shape in (("up", (1024, 4096)), ("down", (4096, 1024)))
     }
-    options = _compiled.options(target)
+    options = compilers.options(target)
     compiled = jax.jit(mapped).lower(own).compile(compiler_options=options)
-    return _wire.totals(_wire.parse(compiled.as_text()))
+    return wire.totals(wire.parse(compiled.as_text()))
 
 
 WEIGHTS = 2 * 1024 * 4096  # entries
@@ -285,8 +281,8 @@ def test_sums_of_gradients_send_half_the_bytes_of_float32(name, wire):
 
 def collectives(program, name, how):
     """(number, bytes on the wire) of a minimal program, by kind and dtype."""
-    text = _minimal.compile_minimal(program, _targets.Target(name, 8), how).as_text()
-    return _wire.totals(_wire.parse(text))
+    text = minimal.compile_minimal(program, targets.Target(name, 8), how).as_text()
+    return wire.totals(wire.parse(text))
 
 
 def products_of_casts(module):
@@ -318,7 +314,7 @@ def mlp_by_hand(params, x, half):
 
 @functools.cache
 def mlp_figures(name, half, program):
-    where = _targets.Target(name)
+    where = targets.Target(name)
     layer = leaf(2048, 2048), leaf(2048)
     placed = where.replicated(([layer] * 4, leaf(4096, 2048)))
     losses = {
@@ -328,10 +324,10 @@ def mlp_figures(name, half, program):
     # A loss scale reaches it, or none is needed.
     step = jax.value_and_grad(lambda *of: losses[program](*of) * 2.0)
     compiled = (
-        jax.jit(step).lower(*placed).compile(compiler_options=_compiled.AS_WRITTEN)
+        jax.jit(step).lower(*placed).compile(compiler_options=compilers.AS_WRITTEN)
     )
-    module = _hlo.parse(compiled.as_text())
-    return _compiled.figures(compiled, where), products_of_casts(module)
+    module = hlo.parse(compiled.as_text())
+    return compilers.figures(compiled, where), products_of_casts(module)
 
 
 @compiles_for("h100")

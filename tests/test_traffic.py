@@ -1,9 +1,7 @@
 """The counter of a program's memory traffic, on programs whose traffic is known."""
 
-import _hlo
-import _traffic
-import _wire
 import pytest
+from compilers import hlo, traffic, wire
 
 pytestmark = pytest.mark.targets
 
@@ -15,7 +13,7 @@ def computation(name, *lines):
 
 def module(entry, others=""):
     main = computation("ENTRY %main", *entry.splitlines())
-    return _hlo.parse(f"HloModule test, is_scheduled=true\n{others}\n{main}")
+    return hlo.parse(f"HloModule test, is_scheduled=true\n{others}\n{main}")
 
 
 X = "%x = f32[1024]{0} parameter(0)\n"
@@ -88,11 +86,11 @@ KNOWN = {
 @pytest.mark.parametrize("program", KNOWN)
 def test_the_traffic_of_a_known_program(program):
     entry, others, expected = KNOWN[program]
-    assert _traffic.traffic(module(entry, others)) == expected
+    assert traffic.traffic(module(entry, others)) == expected
 
 
 def test_kernels_are_what_computes_or_copies():
-    counted = {name: _traffic.kernels(module(*KNOWN[name][:2])) for name in KNOWN}
+    counted = {name: traffic.kernels(module(*KNOWN[name][:2])) for name in KNOWN}
     assert counted["what moves nothing costs nothing"] == 0
     assert counted["start and done count once"] == 0
     assert counted["an asynchronous all-reduce reads and writes once"] == 0
@@ -102,10 +100,10 @@ def test_kernels_are_what_computes_or_copies():
 def test_copies_within_the_device_and_collectives_are_listed():
     within = module(*KNOWN["start and done count once"][:2])
     prefetch = module(*KNOWN["on-chip memory of a TPU is left out"][:2])
-    assert list(map(str, _traffic.copies(within))) == ["f32[1024]"]
-    assert _traffic.copies(prefetch) == []
+    assert list(map(str, traffic.copies(within))) == ["f32[1024]"]
+    assert traffic.copies(prefetch) == []
     program = module(*KNOWN["an asynchronous all-reduce reads and writes once"][:2])
-    assert _traffic.collectives(program) == [("all-reduce", ("f32[1024]",))]
+    assert traffic.collectives(program) == [("all-reduce", ("f32[1024]",))]
 
 
 CARRIED = "%c = (s32[], f32[1024]{0}) parameter(0)\n"
@@ -150,7 +148,7 @@ SENT = {
 def test_what_crosses_the_wire_in_a_known_program(program):
     entry, others, expected = SENT[program]
     text = f"{others}\n{computation('ENTRY %main', *entry.splitlines())}"
-    found = _wire.sent(_wire.parse(text))
+    found = wire.sent(wire.parse(text))
     assert [(x.kind, x.bytes, x.times, x.asynchronous) for x in found] == expected
 
 
@@ -160,5 +158,5 @@ def test_what_waits_for_the_host_is_counted():
         'custom_call_target="xla_ffi_python_gpu_callback"'
     )
     offloaded = module(X + "ROOT %c = f32[1024]{0:S(5)} copy(%x)")
-    assert _traffic.host_operations(callback) == 1
-    assert _traffic.host_operations(offloaded) == 1
+    assert traffic.host_operations(callback) == 1
+    assert traffic.host_operations(offloaded) == 1

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ONE_AXIS, one_of
+from helpers import ONE_AXIS, slow
 from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec as P
 
@@ -53,7 +53,7 @@ AROUND = {
 }
 
 
-@pytest.mark.parametrize("compile_", one_of(2, [jax.jit, lambda f: f]))
+@pytest.mark.parametrize("compile_", [jax.jit, slow(lambda f: f)])
 @pytest.mark.parametrize("around", AROUND)
 def test_its_derivatives_are_those_of_the_function(around, compile_):
     got, wanted = (compile_(AROUND[around](g))(X, T) for g in (f, plain))

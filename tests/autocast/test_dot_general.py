@@ -6,7 +6,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ONE_AXIS, one_of
+from helpers import ONE_AXIS, by_name, slow
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -23,6 +23,7 @@ PRODUCTS = {
     "a batch elsewhere": ((5, 3, 2), (4, 2, 3), (((1,), (2,)), ((2,), (1,)))),
     "vectors": ((3,), (3,), (((0,), (0,)), ((), ()))),
 }
+QUICK = by_name(["matrices", "a batch", "vectors"], PRODUCTS)
 
 
 def normal(seed, shape, dtype):
@@ -31,7 +32,7 @@ def normal(seed, shape, dtype):
 
 @pytest.mark.strict_promotion
 @pytest.mark.parametrize("side", [0, 1])
-@pytest.mark.parametrize("name", one_of(2, PRODUCTS))
+@pytest.mark.parametrize("name", QUICK)
 def test_the_gradient_of_the_float32_operand_is_a_float32_product(name, side):
     *shapes, dims = PRODUCTS[name]
     pair = [normal(i, shape, "float16") for i, shape in enumerate(shapes)]
@@ -78,7 +79,7 @@ def loss(w, x):
 
 
 @pytest.mark.parametrize(
-    "platforms", one_of(3, ["cpu", "cuda", "cpu cuda", "tpu rocm cuda cpu"])
+    "platforms", ["cpu", "tpu rocm cuda cpu", slow("cuda"), slow("cpu cuda")]
 )
 def test_gradients_are_exported_for_several_machines_at_once(platforms):
     w, x = normal(0, (8, 4), "float32"), normal(1, (6, 8), "float32")
@@ -111,7 +112,7 @@ def test_a_product_that_names_an_algorithm_runs_where_it_is_missing(dtype):
     assert "accumulation_type" in module
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("name", QUICK)
 def test_a_product_of_halves_is_the_product(name):
     """The form in which a CPU's matrix units take it."""
     *shapes, dims = PRODUCTS[name]
@@ -155,7 +156,7 @@ def random_product(rng):
 
 
 @pytest.mark.filterwarnings("ignore:autocast. no product")  # of sizes of 1
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", by_name([0], range(12)))
 def test_matrix_units_of_a_cpu_take_random_programs(monkeypatch, seed):
     """Their products' forms run on each CPU, whether it has such units or not."""
     monkeypatch.setattr(dot_general, "has_bfloat16_units", lambda: True)

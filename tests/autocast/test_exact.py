@@ -1,6 +1,7 @@
 """`recompute` changes what `autocast` keeps, never what it computes."""
 
 import collections
+import itertools
 import re
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from autocast_hostile import HOSTILE, W, X, rms
 from autocast_programs import PROGRAMS, N, products
-from helpers import one_of
+from helpers import by_name, slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import export, lax
@@ -56,17 +57,14 @@ def assert_exact(name, fun, args, mode="float16"):
     assert np.linalg.norm(got / size - wanted / size) < tolerance
 
 
-PLAIN = [name for name in HOSTILE if not name.startswith("softmax_")]
-SOFTMAXES = [name for name in HOSTILE if name not in PLAIN]
-QUICK = [(name, "float16") for name in PLAIN[::8]]
-QUICK += [(name, "bfloat16") for name in SOFTMAXES[::3]]
+QUICK = [("carry_of_7e6", "float16"), ("attention_that_keeps_its_scores", "float16")]
+QUICK += [("softmax_by_hand", "bfloat16"), ("softmax_and_a_rule", "bfloat16")]
+QUICK += [("softmax_beside_one_that_a_sine_reads", "mixed")]
 QUICK += [("loss_of_a_gradient", "shared")]  # which has a product that nobody reads
-SLOW = [(name, mode) for name in ALL for mode in MODES if (name, mode) not in QUICK]
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"),
-    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    ("name", "mode"), by_name(QUICK, itertools.product(ALL, MODES))
 )
 @pytest.mark.filterwarnings("ignore:autocast")
 def test_recompute_changes_no_value_and_no_gradient(name, mode):
@@ -119,7 +117,7 @@ def test_products_of_integers_and_of_constants_stay_float32():
     assert sorted(lhs for lhs, _ in pairs) == ["bfloat16", "float32", "float32"]
 
 
-@pytest.mark.parametrize("share", one_of(2, [False, True]))
+@pytest.mark.parametrize("share", [False, slow(True)])
 def test_all_machines_compute_the_same(share):
     def loss(w, x):
         h = x + jax.nn.gelu(x @ w) @ w

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from autocast_programs import arrays
-from helpers import EXPLICIT, ONE_AXIS, one_of
+from helpers import EXPLICIT, ONE_AXIS, by_name
 from jax import export, lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -171,16 +171,12 @@ def assert_equal(fun, reference, args):
     jax.tree.map(equal, found, wanted)
 
 
-FIRST = "optax", "along the last axis", "two columns", "chunks in a checkpoint"
-SIBLINGS = "chunks", "ignored labels of -100"
-
-
-def case(name, recompute):
-    is_quick = name not in SIBLINGS if recompute else name in FIRST
-    return pytest.param(name, recompute, marks=() if is_quick else pytest.mark.slow)
-
-
-CASES = [case(*each) for each in itertools.product(FORMS, (True, False))]
+QUICK = "optax", "along the first axis", "rows of vmap", "two columns", "MaxText"
+QUICK += "smoothed and masked", "chunks in a checkpoint", "branches", "shard_map"
+CASES = by_name(
+    [*((name, True) for name in QUICK), ("optax", False), ("two columns", False)],
+    itertools.product(FORMS, (True, False)),
+)
 
 
 @pytest.mark.parametrize(("name", "recompute"), CASES)
@@ -194,8 +190,10 @@ OUT_OF_BOUNDS = jnp.asarray([-100, -SIZE - 1, -SIZE, -1, SIZE - 1, SIZE, 300, 2]
 
 
 OPTIONS = {"mode": "clip"}, {"mode": "fill"}, {"mode": "fill", "fill_value": 3.0}
-LABELED = [(options, "int32") for options in OPTIONS]
-LABELED += one_of(6, itertools.product(OPTIONS, ("uint8", "int8")))
+LABELED = by_name(
+    [*((options, "int32") for options in OPTIONS), (OPTIONS[0], "uint8")],
+    itertools.product(OPTIONS, ("uint8", "int8")),
+)
 
 
 @pytest.mark.parametrize(("options", "dtype"), LABELED)

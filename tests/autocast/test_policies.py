@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from autocast_programs import mean_square
-from helpers import one_of
+from helpers import by_name, slow
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import partial_eval
 
@@ -65,7 +65,7 @@ def products(fun, *args):
     return names["dot_general"]
 
 
-@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("recompute", [True, slow(False)])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("policy", SAVING)
 @pytest.mark.skipif(
@@ -96,7 +96,10 @@ def test_a_product_that_is_offloaded_is_run_once(policy, form):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     "policy",
-    one_of(3, [*SAVING.values(), *OFFLOADING.values(), POLICIES.nothing_saveable]),
+    by_name(
+        [SAVING["names"], POLICIES.nothing_saveable],
+        [*SAVING.values(), *OFFLOADING.values()],
+    ),
 )
 def test_a_policy_changes_no_gradient(form, policy):
     def gradient(fun):

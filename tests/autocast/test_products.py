@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from autocast_programs import IMAGE, K3, W, X, arrays, convolve
 from flax import nnx
-from helpers import EXPLICIT_TWO, one_of
+from helpers import EXPLICIT_TWO, slow
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, reshard
@@ -183,10 +183,10 @@ def test_a_named_product_has_half_operands_and_a_float32_result(name, recompute)
 
 @pytest.mark.parametrize(
     "options",
-    [{}, *one_of(2, [{"recompute": False}, {"backward": "bfloat16"}])],
+    [{}, {"recompute": False}, slow({"backward": "bfloat16"})],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", one_of(2, ["bfloat16", "float16"]))
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float16")])
 def test_a_float32_result_halves_the_error_of_a_head(dtype, options):
     h, w = arrays((64, 64), (64, 2048), scale=1)
     y = jax.random.categorical(jax.random.key(0), h @ w)  # as of a trained model

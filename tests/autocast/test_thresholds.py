@@ -2,19 +2,19 @@
 
 import functools
 
-import _compiled
-import _half_models
-import _models
-import _targets
+import compilers
 import jax
 import jax.numpy as jnp
+import models
 import pytest
+from compilers import targets
+from models import catalog
 
 import jmp_scale
 from jmp_scale._autocast.recompute import islands as _islands
 from jmp_scale._autocast.recompute import plan as _plan
 
-MISSING = _targets.missing("h100")
+MISSING = targets.missing("h100")
 pytestmark = [
     pytest.mark.targets,
     pytest.mark.skipif(MISSING is not None, reason=f"h100: {MISSING}"),
@@ -50,20 +50,20 @@ def parts(layers, x, *_):
     return jnp.mean(x**2)
 
 
-STAGE_3 = _half_models.STAGE_3[:2]
-RESNET = _half_models.resnet((32, 28, 28, 512), None, STAGE_3, 1000)
+STAGE_3 = catalog.STAGE_3[:2]
+RESNET = catalog.resnet((32, 28, 28, 512), None, STAGE_3, 1000)
 MODELS = {
-    "transformer": _models.transformer(_models.Transformer(layers=1, batch=2)),
-    "mixer": _half_models.mixer(1, 64, 256, 768),
+    "transformer": models.transformer(models.Transformer(layers=1, batch=2)),
+    "mixer": catalog.mixer(1, 64, 256, 768),
     "ResNet": RESNET._replace(options={"share_casts": True}),
-    "experts": _models.Model(init, experts),
-    "parts": _models.Model(init, parts),
+    "experts": models.Model(init, experts),
+    "parts": models.Model(init, parts),
 }
 
 
 def figures(name):
     """Of the gradient of a model at the size that people train."""
-    model, target = MODELS[name], _targets.Target("h100")
+    model, target = MODELS[name], targets.Target("h100")
     args = target.replicated(jax.eval_shape(model.init, jax.random.key(0)))
 
     def loss(params, batch):
@@ -71,8 +71,8 @@ def figures(name):
 
     half = jmp_scale.autocast(loss, "bfloat16", **model.options)
     lowered = jax.jit(jax.value_and_grad(half)).lower(*args)
-    compiled = lowered.compile(compiler_options=_compiled.AS_WRITTEN)
-    return _compiled.figures(compiled, target)
+    compiled = lowered.compile(compiler_options=compilers.AS_WRITTEN)
+    return compilers.figures(compiled, target)
 
 
 usual_figures = functools.cache(figures)

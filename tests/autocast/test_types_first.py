@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from autocast_programs import arrays
 from flax import linen, nnx
-from helpers import EXPLICIT, ONE_AXIS
+from helpers import EXPLICIT, ONE_AXIS, by_name
 from jax import export, lax
 from jax.experimental import checkify
 from jax.interpreters import partial_eval
@@ -324,52 +324,60 @@ PROGRAMS = {
 }
 
 
-def errors_of(fun, weights, dtype, wrap=jax.jit, half=autocast, within=False):
+def gradient_of(fun, weights):
+    return jax.grad(fun, argnums=range(1, 1 + len(weights)))
+
+
+def evaluated(gradient, weights, wrap=jax.jit):
+    found = wrap(gradient)(DATA, *weights)
+    assert [g.dtype for g in found] == [w.dtype for w in weights]
+    return np.concatenate([np.ravel(np.asarray(g, float)) for g in found])
+
+
+def distance(found, exact):
+    return np.linalg.norm(found - exact) / np.linalg.norm(exact)
+
+
+def of_float32(fun, weights, dtype, wrap=jax.jit):
+    """The gradient of the rounded weights in float32, and its error by `autocast`."""
+    wide = [w.astype(dtype).astype("float32") for w in weights]
+    exact, found = (
+        evaluated(gradient_of(f, wide), wide, wrap) for f in (fun, autocast(fun, dtype))
+    )
+    return exact, distance(found, exact)
+
+
+@functools.cache
+def of_program(name, dtype):
+    fun, *weights = PROGRAMS[name]
+    return of_float32(fun, weights, dtype)
+
+
+def errors_of(name, dtype, half=autocast):
     """Errors of half-stored and of float32 weights' gradients, both of `autocast`."""
+    fun, *weights = PROGRAMS[name]
     stored = [w.astype(dtype) for w in weights]
-    wide = [w.astype("float32") for w in stored]
-    differentiate = functools.partial(jax.grad, argnums=range(1, 1 + len(weights)))
-    plain, in_half = differentiate(fun), differentiate(half(fun, dtype))
-    if within:  # the program takes the gradient itself
-        in_half = half(plain, dtype)
-
-    def evaluated(gradient, weights):
-        found = wrap(gradient)(DATA, *weights)
-        assert [g.dtype for g in found] == [w.dtype for w in weights]
-        return np.concatenate([np.ravel(np.asarray(g, float)) for g in found])
-
-    exact = evaluated(plain, wide)
-    found = evaluated(in_half, stored), evaluated(in_half, wide)
-    return [np.linalg.norm(g - exact) / np.linalg.norm(exact) for g in found]
+    found = evaluated(gradient_of(half(fun, dtype), stored), stored)
+    exact, wide = of_program(name, dtype)
+    return distance(found, exact), wide
 
 
 # One rounding of each entry: 2^-9 of it at most.
 ROUNDING = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
 # One of each kind runs by default, in the dtype with the larger errors.
-SIBLINGS = "moved", "fori", "map", "made by map", "made by scan", "carry, policy"
-SIBLINGS += "carry, factor", "linen", "nested", "pmap", "exported"
-SIBLINGS += (
-    "branches of platforms",
-    "carry, data in a row",
-    "carry, data by cond",
-    "complex",
+QUICK = "index", "tied", "rnn", "chunks", "cond", "half data", "checkpoint"
+QUICK += "carry, data", "carry, merged", "made by a rule", "cancelling", "tiled"
+CASES = by_name(
+    [*((name, "bfloat16") for name in QUICK), ("index", "float16")],
+    itertools.product(PROGRAMS, ROUNDING),
 )
-
-
-def case(name, *dtype):
-    is_slow = name in SIBLINGS or (dtype == ("float16",) and name != "index")
-    return pytest.param(name, *dtype, marks=pytest.mark.slow if is_slow else ())
-
-
-CASES = [case(*each) for each in itertools.product(PROGRAMS, ROUNDING)]
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_a_gradient_is_a_float32_sum_that_is_rounded_once(name, dtype):
     if name == "loop with a rule" and jax.__version_info__ < (0, 9):
         pytest.skip("jax 0.8 cannot transpose a loop that moves values and tangents")
-    fun, *weights = PROGRAMS[name]
-    error, wide = errors_of(fun, weights, dtype)
+    error, wide = errors_of(name, dtype)
     assert error <= 1.5 * wide + ROUNDING[dtype]
     # Without a loss scale, float16 loses small cotangents of float32 weights too.
     assert error < {"bfloat16": 5e-3, "float16": 2e-2}[dtype]
@@ -460,17 +468,24 @@ WAYS += [
 ]
 
 
-@pytest.mark.parametrize(("half", "name"), WAYS)
+QUICK_WAYS = [(of_model, "index"), (unplanned, "cancelling"), (in_checkpoint, "map")]
+QUICK_WAYS += [(by_closure, "index"), (by_closure, "carry, data")]
+QUICK_WAYS += [(of_attribute, "tied"), (of_attribute, "rnn")]
+QUICK_WAYS += [(as_given, "experts"), (as_given, "made by scan")]
+
+
+@pytest.mark.parametrize(("half", "name"), by_name(QUICK_WAYS, WAYS))
 def test_it_is_one_however_autocast_gets_the_weight(half, name):
-    fun, *weights = PROGRAMS[name]
-    error, wide = errors_of(fun, weights, "bfloat16", half=half)
+    error, wide = errors_of(name, "bfloat16", half)
     assert error <= 1.5 * wide + 2.0**-9
 
 
 def test_it_is_one_where_the_program_takes_the_gradient_itself():
     fun, *weights = PROGRAMS["map"]
-    error, wide = errors_of(fun, weights, "bfloat16", within=True)
-    assert error <= 1.5 * wide + 2.0**-9
+    stored = [w.astype("bfloat16") for w in weights]
+    found = evaluated(autocast(gradient_of(fun, weights), "bfloat16"), stored)
+    exact, wide = of_program("map", "bfloat16")
+    assert distance(found, exact) <= 1.5 * wide + 2.0**-9
 
 
 MAP = mapped(lambda x, w: jnp.tanh(x @ w))
@@ -557,10 +572,15 @@ AROUND = {  # program and weights, what is around, and how often the sum is roun
 }
 
 
-@pytest.mark.parametrize("around", [*map(case, AROUND)])
+@pytest.mark.parametrize(
+    "around", by_name(["shard_map", "Explicit axes, a table", "within"], AROUND)
+)
 def test_it_is_one_whatever_is_around(around):
     (fun, *weights), wrap, roundings = AROUND[around]
-    error, wide = errors_of(fun, weights, "bfloat16", wrap)
+    stored = [w.astype("bfloat16") for w in weights]
+    half = gradient_of(autocast(fun, "bfloat16"), stored)
+    exact, wide = of_float32(fun, weights, "bfloat16", wrap)
+    error = distance(evaluated(half, stored, wrap), exact)
     assert error <= 1.5 * wide + roundings * 2.0**-9
 
 
@@ -611,8 +631,10 @@ CALLS = {  # what adds up, and its loop
 @pytest.mark.parametrize("name", CALLS)
 def test_it_is_one_in_a_call_that_autocast_does_not_enter(name):
     run, _ = CALLS[name]
-    error, wide = errors_of(lambda d, w: near(n32(run(d.x, w))), [W], "bfloat16")
-    assert error <= 1.5 * wide + 2.0**-9
+    fun, stored = lambda d, w: near(n32(run(d.x, w))), [W.astype("bfloat16")]
+    found = evaluated(gradient_of(autocast(fun, "bfloat16"), stored), stored)
+    exact, wide = of_float32(fun, stored, "bfloat16")
+    assert distance(found, exact) <= 1.5 * wide + 2.0**-9
 
 
 class Holder:
@@ -792,7 +814,9 @@ IN_HALF = [linen_lstm, linen_mlp, haiku_mlp, equinox_gru, branches, checked_rule
 
 
 @pytest.mark.filterwarnings("ignore:autocast")
-@pytest.mark.parametrize("program", IN_HALF)
+@pytest.mark.parametrize(
+    "program", by_name([linen_lstm, branches, checked_rule], IN_HALF)
+)
 def test_a_program_of_explicit_half_precision_is_no_worse_than_without(program):
     loss, params = program(DATA)
 

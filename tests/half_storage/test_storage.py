@@ -353,17 +353,6 @@ def test_the_members_of_an_ensemble_round_apart_with_keys_of_their_own():
 # Both.
 
 
-@pytest.mark.parametrize(
-    ("kinds", "beside"),
-    [({}, 10), (STOCHASTIC, 8), (ADAMS, 6), (ADAMS | STOCHASTIC, 4)],
-)
-def test_a_parameter_of_adamw_takes_14_12_10_or_8_bytes(kinds, beside):
-    params = jnp.ones(10_000, jnp.bfloat16)
-    state = with_half_storage(optax.adamw(1e-3), **kinds).init(params)
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    assert size // params.size == beside  # and 4 for the parameter and its gradient
-
-
 @pytest.mark.parametrize("kinds", [STOCHASTIC | TRACE, slow({})])
 def test_the_derivative_through_steps_is_that_of_float32_storage(kinds):
     params = {"w": jnp.ones((4, 2)), "z": jnp.zeros(3)}

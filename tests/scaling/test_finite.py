@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import on_devices, one_of
+from helpers import on_devices, slow
 
 import jmp_scale
 from jmp_scale._scaling import finite as _finite
@@ -102,10 +102,7 @@ def test_all_finite_sees_a_bad_entry_anywhere_in_any_shape_under_vmap_and_grad()
     assert all((slope == 1).all() for slope in slopes)
 
 
-MACHINES = ["cpu", "gpu", "eight devices"]
-
-
-@pytest.fixture(params=one_of(3, MACHINES))
+@pytest.fixture(params=["cpu", slow("gpu"), slow("eight devices")])
 def machine(request, monkeypatch):
     """Programs are as lowered for this machine, or as sharded over several of them."""
 

@@ -12,8 +12,8 @@ from helpers import (
     ONE_AXIS,
     TWO_AXES,
     assert_bitwise_equal,
+    by_name,
     on_each_device,
-    one_of,
     sharded,
     varying,
 )
@@ -73,7 +73,9 @@ WAYS = {
     "pmap": lambda use, own: jax.pmap(use)(own),
     "two Explicit axes": functools.partial(on_explicit_axes, mesh=EXPLICIT_TWO),
 }
-each_way = pytest.mark.parametrize("way", one_of(3, WAYS))
+each_way = pytest.mark.parametrize(
+    "way", by_name(["shard_map", "two Explicit axes"], WAYS)
+)
 KINDS = {
     "even": (normal(16, 1024), WHOLE),
     "odd": (normal(1003, 17), WHOLE),
@@ -253,7 +255,9 @@ def test_of_a_weight_that_is_split_already_parts_are_added_up():
         assert total.sharding.is_equivalent_to(NamedSharding(EXPLICIT_TWO, like), 2)
 
 
-@pytest.mark.parametrize("like", one_of(2, [P("i"), P()]), ids=str)
+@pytest.mark.parametrize(
+    "like", [P("i"), pytest.param(P(), marks=pytest.mark.slow)], ids=str
+)
 def test_float16_is_as_exact_whatever_the_magnitude(like):
     normals = normal(16, 1024)
     normals[:, 0] *= np.float32(2**-10)  # are still normal numbers on the wire

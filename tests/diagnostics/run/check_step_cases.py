@@ -1,6 +1,7 @@
 """Train steps with one mistake each, and right ones beside them, for `check_step`.
 
-A step is a maker and its settings; it returns (step, arguments). `WRONG` has the steps
+A step is a maker and its settings; it returns (step, arguments). Most mistakes are one
+function, which stands in `step_of` where the right one stands. `WRONG` has the steps
 that a rule must find, by rule and name, `RIGHT` those that must be clean. A wrong step
 after its rule's cure is among the right ones.
 """
@@ -61,6 +62,74 @@ GUARD = jmp_scale.SpikeGuard()
 TX = jmp_scale.with_loss_scale(ADAMW, DYNAMIC)
 
 
+# What a step does in one place: how it gets its loss and gradients.
+
+
+def scaled(half, ls, *args):
+    """As it should be."""
+    return jmp_scale.value_and_grad(half, ls)(*args)
+
+
+def plain(half, ls, *args):
+    return jax.value_and_grad(half)(*args)
+
+
+def captured(half, ls, *args):
+    return scaled(half, DYNAMIC, *args)
+
+
+def fresh(half, ls, *args):
+    return scaled(half, jmp_scale.DynamicLossScale(), *args)
+
+
+def captured_parameters(half, ls, params, x):
+    return scaled(half, ls, PARAMS, x)
+
+
+def scaled_twice(half, ls, *args):
+    return scaled(lambda *args: ls.scale(half(*args)), ls, *args)
+
+
+def never_unscaled(half, ls, *args):
+    return jax.value_and_grad(lambda *args: ls.scale(half(*args)))(*args)
+
+
+def by_hand(half, ls, *args):
+    """As it should be, too."""
+    return ls.unscale(never_unscaled(half, ls, *args))
+
+
+def never_unscaled_but_reported(half, ls, *args):
+    loss, grads = never_unscaled(half, ls, *args)
+    return ls.unscale(loss), grads
+
+
+def loss_left_scaled(half, ls, *args):
+    loss, grads = never_unscaled(half, ls, *args)
+    return loss, ls.unscale(grads)
+
+
+def unscaled_by_the_next_s(half, ls, *args):
+    loss, grads = never_unscaled(half, ls, *args)
+    return ls.adjust(jmp_scale.all_finite(grads)).unscale((loss, grads))
+
+
+def penalty_unscaled(half, ls, params, x):
+    loss, grads = never_unscaled(half, ls, params, x)
+    grads = jax.tree.map(lambda g, p: g + 0.1 * p, grads, params)
+    return ls.unscale((loss, grads))
+
+
+def while_scaled(name, clip):
+    def gradients(half, ls, params, x):
+        loss, grads = never_unscaled(half, ls, params, x)
+        grads, _ = clip.update(grads, clip.init(grads), params)
+        return ls.unscale((loss, grads))
+
+    gradients.__name__ = name
+    return gradients
+
+
 def clip_each(grads, state, params):
     def clip(g):
         return g / jnp.maximum(1.0, jnp.linalg.norm(g))
@@ -68,84 +137,82 @@ def clip_each(grads, state, params):
     return jax.tree.map(clip, grads), state
 
 
-CLIPS = {
-    "clip by norm": optax.clip_by_global_norm(1.0),
-    "clip by value": optax.clip(0.1),
-    "clip by block": optax.clip_by_block_rms(0.1),
-    "clip adaptively": optax.adaptive_grad_clip(0.1),
-    "clip each leaf": optax.GradientTransformation(optax.init_empty_state, clip_each),
-    "clip large ones": optax.clip_by_global_norm(1e3),
-}
+CLIPS = [
+    while_scaled("clip by norm", optax.clip_by_global_norm(1.0)),
+    while_scaled("clip by value", optax.clip(0.1)),
+    while_scaled("clip by block", optax.clip_by_block_rms(0.1)),
+    while_scaled("clip adaptively", optax.adaptive_grad_clip(0.1)),
+    while_scaled(
+        "clip each leaf",
+        optax.GradientTransformation(optax.init_empty_state, clip_each),
+    ),
+    while_scaled("clip large ones", optax.clip_by_global_norm(1e3)),
+]
 
 
-def scaled(half, ls, *args):
-    return jmp_scale.value_and_grad(half, ls)(*args)
+# What it does with the gradients before the optimizer gets them.
 
 
-def by_hand(half, ls, *args, mistake="by hand"):
-    """The loss and gradients of a step that scales by hand, or not at all."""
-
-    def times_s(*args):
-        return ls.scale(half(*args))
-
-    if mistake == "plain":
-        return jax.value_and_grad(half)(*args)
-    if mistake == "scaled twice":
-        return scaled(times_s, ls, *args)
-    loss, grads = jax.value_and_grad(times_s)(*args)
-    if mistake == "never unscaled":
-        return loss, grads
-    if mistake == "loss left scaled":
-        return loss, ls.unscale(grads)
-    if mistake == "unscaled by the next S":
-        ls = ls.adjust(jmp_scale.all_finite(grads))
-    if mistake == "penalty unscaled":
-        grads = jax.tree.map(lambda g, p: g + 1e-1 * p, grads, args[0])
-    if mistake in CLIPS:
-        clip = CLIPS[mistake]
-        grads, _ = clip.update(grads, clip.init(grads), args[0])
-    unscaled = grads if mistake == "never, but reported" else ls.unscale(grads)
-    return loss / ls.loss_scale, unscaled
-
-
-BY_HAND = {
-    *("by hand", "plain", "scaled twice", "never unscaled", "never, but reported"),
-    *("loss left scaled", "unscaled by the next S", "penalty unscaled"),
-    *CLIPS,
-}
-
-
-def changed(grads, ls, params, mistake):
-    """The gradients after a mistake between them and the optimizer."""
-    if mistake == "unscaled twice":
-        return ls.unscale(grads)
-    if mistake == "one unscaled twice":
-        return {**grads, "w1": ls.unscale(grads["w1"])}
-    if mistake == "clipped":
-        return jax.tree.map(lambda g: jnp.clip(jnp.nan_to_num(g), -1, 1), grads)
-    if mistake == "others added scaled":
-        return jax.tree.map(jnp.add, ls.scale(jax.grad(loss_fn)(params, X)), grads)
+def nothing(grads, ls, params):
+    """As it should be."""
     return grads
 
 
-def returned(params, old, new, updates, loss, mistake):
-    """The results of a step, after a mistake in what it returns."""
-    moved = optax.apply_updates(params, updates)
-    if mistake == "decayed":
-        moved = jax.tree.map(lambda p, u: p * 0.999 + u, params, updates)
-    if mistake == "narrowed":
-        moved = {**moved, "w1": moved["w1"].astype(jnp.float16)}
-    if mistake == "old parameters":
-        moved = params
-    if mistake == "old state":
-        new = old
-    if mistake == "state anew":
-        new = TX.init(params)
-    if mistake == "adjusted twice":
-        new = new._replace(loss_scale=new.loss_scale.adjust(new.grads_finite))
-    if mistake == "put back":
-        moved = jmp_scale.select_tree(new.applied, moved, PARAMS)
-    return (moved, loss) if mistake == "not returned" else (moved, new, loss)
+def unscaled_twice(grads, ls, params):
+    return ls.unscale(grads)
+
+
+def one_unscaled_twice(grads, ls, params):
+    return {**grads, "w1": ls.unscale(grads["w1"])}
+
+
+def clipped(grads, ls, params):
+    return jax.tree.map(lambda g: jnp.clip(jnp.nan_to_num(g), -1, 1), grads)
+
+
+def others_added_scaled(grads, ls, params):
+    return jax.tree.map(jnp.add, ls.scale(jax.grad(loss_fn)(params, X)), grads)
+
+
+# What it returns.
+
+
+def all_of_it(moved, new, loss, params, old):
+    """As it should be."""
+    return moved, new, loss
+
+
+def not_all_of_it(moved, new, loss, params, old):
+    return moved, loss
+
+
+def decayed(moved, new, loss, params, old):
+    return jax.tree.map(lambda m, p: m - 1e-3 * p, moved, params), new, loss
+
+
+def narrowed(moved, new, loss, params, old):
+    return {**moved, "w1": moved["w1"].astype(jnp.float16)}, new, loss
+
+
+def put_back(moved, new, loss, params, old):
+    return jmp_scale.select_tree(new.applied, moved, PARAMS), new, loss
+
+
+def old_parameters(moved, new, loss, params, old):
+    return params, new, loss
+
+
+def old_state(moved, new, loss, params, old):
+    return moved, old, loss
+
+
+def state_anew(moved, new, loss, params, old):
+    return moved, TX.init(params), loss
+
+
+def adjusted_twice(moved, new, loss, params, old):
+    again = new.loss_scale.adjust(new.grads_finite)
+    return moved, new._replace(loss_scale=again), loss
 
 
 WRAPPERS = {
@@ -157,7 +224,11 @@ WRAPPERS = {
 
 
 def step_of(
-    mistake=None,
+    gradients=scaled,
+    change=nothing,
+    results=all_of_it,
+    around=None,
+    with_value=True,
     inner="adamw",
     inside=None,
     ls="dynamic",
@@ -166,10 +237,10 @@ def step_of(
     guard=None,
     donate=(),
 ):
-    """A step on Optax by hand, with a mistake or a wrapper around with_loss_scale."""
+    """A step on Optax, which may differ in each place; `around` with_loss_scale too."""
     tx = WRAPPERS[inside](INNER[inner]) if inside else INNER[inner]
     tx = jmp_scale.with_loss_scale(tx, LOSS_SCALES[ls], guard=guard)
-    tx = WRAPPERS[mistake](tx) if mistake in WRAPPERS else tx
+    tx = WRAPPERS[around](tx) if around else tx
 
     def half(*args):
         return times * HALF[dtype](*args)
@@ -178,19 +249,14 @@ def step_of(
         return isinstance(value, jmp_scale.LossScale)
 
     @functools.partial(jax.jit, donate_argnums=donate)
-    def step(params, state, x):
-        ls = optax.tree.get(state, "loss_scale", filtering=is_scale)
-        if mistake in BY_HAND:
-            loss, grads = by_hand(half, ls, params, x, mistake=mistake)
-        else:
-            another = {"captured": DYNAMIC, "fresh": jmp_scale.DynamicLossScale()}
-            read = PARAMS if mistake == "captured parameters" else params
-            loss, grads = scaled(half, another.get(mistake, ls), read, x)
-        grads = changed(grads, ls, params, mistake)
-        with_value = mistake != "no value" and mistake not in WRAPPERS
-        value = {"value": loss} if with_value else {}
-        updates, new = tx.update(grads, state, params, **value)
-        return returned(params, state, new, updates, loss, mistake)
+    def step(params, old, x):
+        ls = optax.tree.get(old, "loss_scale", filtering=is_scale)
+        loss, grads = gradients(half, ls, params, x)
+        grads = change(grads, ls, params)
+        value = {"value": loss} if with_value and not around else {}
+        updates, new = tx.update(grads, old, params, **value)
+        moved = optax.apply_updates(params, updates)
+        return results(moved, new, loss, params, old)
 
     return step, (PARAMS, tx.init(PARAMS), X)
 
@@ -209,7 +275,14 @@ def applied(params, opt, loss, grads, tx=TX):
 # Steps with an average, keys, windows and half-precision parameters.
 
 
-def average(mistake=None, inner="adamw", accumulate=False, guard=None, donate=False):
+def average(
+    select_by="applied",
+    change=nothing,
+    inner="adamw",
+    accumulate=False,
+    guard=None,
+    donate=False,
+):
     tx = jmp_scale.with_loss_scale(INNER[inner], DYNAMIC, guard=guard)
 
     def step(state, x, key):
@@ -219,12 +292,11 @@ def average(mistake=None, inner="adamw", accumulate=False, guard=None, donate=Fa
             loss, grads = accumulated(params, old.loss_scale, x)
         else:
             loss, grads = scaled(HALF["float16"], old.loss_scale, params, x)
-        grads = changed(grads, old.loss_scale, params, mistake)
+        grads = change(grads, old.loss_scale, params)
         params, new = applied(params, old, loss, grads, tx)
         moved = jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, ema, params)
-        flag = new.grads_finite if mistake == "but of spikes" else new.applied
-        if mistake != "not selected":
-            moved = jmp_scale.select_tree(flag, moved, ema)
+        if select_by:
+            moved = jmp_scale.select_tree(getattr(new, select_by), moved, ema)
         metrics = {"loss": loss, **jmp_scale.diagnostics.metrics(new, grads)}
         return {"params": params, "opt": new, "ema": moved}, metrics
 
@@ -411,7 +483,7 @@ class Model(nn.Module):
         return nn.Dense(2)(nn.BatchNorm(use_running_average=False)(nn.Dense(8)(x)))
 
 
-def linen(mistake=None):
+def linen(mistake=None, change=nothing):
     model = Model()
     variables = model.init(jax.random.key(0), X)
     loss_scale = jmp_scale.DynamicLossScale()
@@ -432,9 +504,7 @@ def linen(mistake=None):
         if mistake == "plain":
             take = jax.value_and_grad(loss_of, has_aux=True)
         (loss, stats), grads = take(state.params, state.batch_stats, x)
-        updates = {"grads": changed(grads, ls, state.params, mistake)}
-        if mistake != "no value":
-            updates["value"] = loss
+        updates = {"grads": change(grads, ls, state.params), "value": loss}
         if mistake == "replaced":
             return state.apply_gradients(**updates).replace(batch_stats=stats), loss
         return state.apply_gradients(batch_stats=stats, **updates), loss
@@ -442,7 +512,7 @@ def linen(mistake=None):
     return step, (state, X)
 
 
-def nnx_step(mistake=None, inner="adamw", with_metrics=False):
+def nnx_step(mistake=None, change=nothing, inner="adamw", with_metrics=False):
     layers = nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.BatchNorm(8, rngs=nnx.Rngs(1))
     model = nnx.Sequential(*layers, nnx.Linear(8, 2, rngs=nnx.Rngs(2)))
     optimizer = jmp_scale.nnx.Optimizer(model, INNER[inner], loss_scale=DYNAMIC)
@@ -462,10 +532,9 @@ def nnx_step(mistake=None, inner="adamw", with_metrics=False):
         loss, grads = take(model, x)
         if mistake == "own gradient":
             loss, grads = ls.unscale((loss, grads))
-        grads = changed(grads, ls, model, mistake)
+        grads = change(grads, ls, model)
         if mistake != "no update":
-            value = {} if mistake == "no value" else {"value": loss}
-            optimizer.update(model, grads, **value)
+            optimizer.update(model, grads, value=loss)
         return loss
 
     if not with_metrics:
@@ -518,140 +587,137 @@ def no_loss_scale():
     return step, (PARAMS, ADAMW.init(PARAMS), X)
 
 
-def cases(maker, *mistakes, **settings):
-    """Steps with these mistakes, by names that say what is unusual in them."""
+def cases(maker, **settings):
+    """Steps by names that say what is unusual in them: one for each value of a list."""
+    lists = [each if isinstance(each, list) else [each] for each in settings.values()]
     found = {}
-    for mistake in mistakes or (None,):
-        given = {"mistake": mistake, **settings} if mistake else settings
-        name = ", ".join([maker.__name__, *map(str, given.values())])
-        found[name] = functools.partial(maker, **given)
+    for values in itertools.product(*lists):
+        names = [getattr(value, "__name__", str(value)) for value in values]
+        given = dict(zip(settings, values, strict=True))
+        found[", ".join([maker.__name__, *names])] = functools.partial(maker, **given)
     return found
 
 
-def with_optimizers(*mistakes):
-    return {
-        **cases(step_of, *mistakes, inner="sgd"),
-        **cases(step_of, *mistakes, inner="clip"),
-    }
-
-
+OPTIMIZERS = ["sgd", "clip"]
 # By rule, the steps with that mistake.
 WRONG = {
     "never unscaled": {
-        **cases(step_of, "never unscaled", "never, but reported", "scaled twice"),
-        **cases(step_of, "others added scaled"),
+        **cases(
+            step_of,
+            gradients=[never_unscaled, never_unscaled_but_reported, scaled_twice],
+        ),
+        **cases(step_of, change=others_added_scaled),
         # A clip does not hide that S changes a step.
-        **cases(step_of, "never unscaled", inner="clip", times=1e3),
-        **cases(step_of, "never unscaled", dtype="float32"),
-        **with_optimizers("never unscaled"),
-        **cases(nnx_step, "never unscaled"),
+        **cases(step_of, gradients=never_unscaled, inner="clip", times=1e3),
+        **cases(step_of, gradients=never_unscaled, dtype="float32"),
+        **cases(step_of, gradients=never_unscaled, inner=OPTIMIZERS),
+        **cases(nnx_step, mistake="never unscaled"),
     },
     "unscaled twice": {
         # Nor do moments of earlier steps, or a weight decay.
-        **cases(step_of, "unscaled twice", inner="decay"),
-        **cases(step_of, "unscaled twice", inner="warm-up"),
-        **cases(step_of, "unscaled twice", "one unscaled twice", "penalty unscaled"),
-        **cases(step_of, "unscaled twice", dtype="bfloat16"),
-        **cases(step_of, "unscaled twice", ls="static"),
-        **with_optimizers("unscaled twice"),
-        **cases(average, "unscaled twice", accumulate=True),
-        **cases(linen, "unscaled twice"),
-        **cases(nnx_step, "unscaled twice"),
-        **cases(nnx_step, "unscaled twice", inner="sgd"),
+        **cases(step_of, change=unscaled_twice, inner=["decay", "warm-up"]),
+        **cases(step_of, change=[unscaled_twice, one_unscaled_twice]),
+        **cases(step_of, gradients=penalty_unscaled),
+        **cases(step_of, change=unscaled_twice, dtype="bfloat16"),
+        **cases(step_of, change=unscaled_twice, ls="static"),
+        **cases(step_of, change=unscaled_twice, inner=OPTIMIZERS),
+        **cases(average, change=unscaled_twice, accumulate=True),
+        **cases(linen, change=unscaled_twice),
+        **cases(nnx_step, change=unscaled_twice),
+        **cases(nnx_step, change=unscaled_twice, inner="sgd"),
     },
     "S not used": {
-        **cases(step_of, "plain", "captured", "fresh"),
-        **cases(step_of, "plain", dtype="bfloat16"),
-        **cases(step_of, "plain", dtype="float32"),
-        **cases(step_of, "plain", ls="static"),
-        **with_optimizers("plain", "captured", "fresh"),
-        **cases(linen, "plain"),
-        **cases(nnx_step, "plain"),
-        **cases(gan, "one", "swapped"),
-        **cases(loop_by_hand, "S"),
+        **cases(step_of, gradients=[plain, captured, fresh]),
+        **cases(step_of, gradients=plain, dtype=["bfloat16", "float32"]),
+        **cases(step_of, gradients=plain, ls="static"),
+        **cases(step_of, gradients=[plain, captured, fresh], inner=OPTIMIZERS),
+        **cases(linen, mistake="plain"),
+        **cases(nnx_step, mistake="plain"),
+        **cases(gan, mistake=["one", "swapped"]),
+        **cases(loop_by_hand, mistake="S"),
     },
     "clipped while scaled": {
-        **cases(step_of, *CLIPS),
-        **cases(step_of, *CLIPS, inner="sgd", dtype="float32"),
+        **cases(step_of, gradients=CLIPS),
+        **cases(step_of, gradients=CLIPS, inner="sgd", dtype="float32"),
     },
     "captured parameters": {
-        **cases(step_of, "captured parameters"),
-        **cases(step_of, "captured parameters", ls="none", dtype="bfloat16"),
+        **cases(step_of, gradients=captured_parameters),
+        **cases(step_of, gradients=captured_parameters, ls="none", dtype="bfloat16"),
     },
-    "unscaled by the next S": cases(step_of, "unscaled by the next S"),
+    "unscaled by the next S": cases(step_of, gradients=unscaled_by_the_next_s),
     "reported scaled": {
-        **cases(step_of, "loss left scaled"),
-        **cases(step_of, "loss left scaled", guard=GUARD),
+        **cases(step_of, gradients=loss_left_scaled),
+        **cases(step_of, gradients=loss_left_scaled, guard=GUARD),
     },
     "overflow hidden": {
-        **cases(step_of, "clipped", "zero_nans"),
-        **with_optimizers("clipped"),
+        **cases(step_of, change=clipped),
+        **cases(step_of, around="zero_nans"),
+        **cases(step_of, change=clipped, inner=OPTIMIZERS),
     },
     "state put back": {
-        **cases(step_of, "apply_if_finite"),
-        **with_optimizers("apply_if_finite"),
+        **cases(step_of, around="apply_if_finite"),
+        **cases(step_of, around="apply_if_finite", inner=OPTIMIZERS),
     },
-    "put back": cases(step_of, "put back"),
+    "put back": cases(step_of, results=put_back),
     "changed on a skip": {
-        **cases(step_of, "decayed"),
-        **cases(step_of, "decayed", ls="none"),
-        **cases(average, "not selected"),
-        **cases(average, "not selected", inner="warm-up"),
-        **cases(average, "but of spikes", guard=GUARD),
-        **cases(copies, "not selected"),
-        **cases(loop_by_hand, "zero"),
-        **cases(with_arguments, "decay"),
+        **cases(step_of, results=decayed),
+        **cases(step_of, results=decayed, ls="none"),
+        **cases(average, select_by=None),
+        **cases(average, select_by=None, inner="warm-up"),
+        **cases(average, select_by="grads_finite", guard=GUARD),  # but not of spikes
+        **cases(copies, mistake="not selected"),
+        **cases(loop_by_hand, mistake="zero"),
+        **cases(with_arguments, mistake="decay"),
     },
     "NaN stays": {
-        **cases(loop_by_hand, "select", "loss"),
-        **cases(step_of, "MultiSteps"),
-        **cases(one_player_in_float32, "no skip"),
-        **cases(window_of_calls, "keeps NaN"),
-        **cases(key_in_state, "not selected"),
-        **cases(linen, "replaced"),
-        **cases(nnx_step, "own gradient"),
+        **cases(loop_by_hand, mistake=["select", "loss"]),
+        **cases(step_of, around="MultiSteps"),
+        **cases(one_player_in_float32, mistake="no skip"),
+        **cases(window_of_calls, mistake="keeps NaN"),
+        **cases(key_in_state, mistake="not selected"),
+        **cases(linen, mistake="replaced"),
+        **cases(nnx_step, mistake="own gradient"),
     },
     "S never adjusted": {
-        **cases(step_of, "old state", "state anew"),
-        **cases(nnx_step, "no update"),
-        **cases(loop_by_hand, "adjust"),
+        **cases(step_of, results=[old_state, state_anew]),
+        **cases(nnx_step, mistake="no update"),
+        **cases(loop_by_hand, mistake="adjust"),
     },
-    "S adjusted twice": cases(step_of, "adjusted twice"),
-    "replicas diverge": cases(pmapped, "no mean"),
-    "nothing learned": cases(step_of, "old parameters"),
-    "not returned": cases(step_of, "not returned"),
-    "comes back in half precision": cases(step_of, "narrowed"),
+    "S adjusted twice": cases(step_of, results=adjusted_twice),
+    "replicas diverge": cases(pmapped, mistake="no mean"),
+    "nothing learned": cases(step_of, results=old_parameters),
+    "not returned": cases(step_of, results=not_all_of_it),
+    "comes back in half precision": cases(step_of, results=narrowed),
     "guard without a loss": {
-        **cases(step_of, "no value", guard=GUARD),
-        **cases(step_of, "no value", guard=GUARD, ls="none", dtype="bfloat16"),
+        **cases(step_of, with_value=False, guard=GUARD),
+        **cases(step_of, with_value=False, guard=GUARD, ls="none", dtype="bfloat16"),
     },
 }
 RIGHT = {
     **cases(step_of),
     **cases(step_of, guard=GUARD),
     **cases(step_of, ls="none", dtype="bfloat16"),
-    **cases(step_of, "by hand"),
+    **cases(step_of, gradients=by_hand),
     **cases(average),
     **cases(average, donate=True),
     **cases(loop_by_hand, ls="static"),
     **cases(nnx_step, with_metrics=True),
     **cases(several_steps_in_a_call, ls="none"),
     **cases(no_loss_scale),
+    **cases(in_another_order),
+    **cases(ensemble),
+    **cases(several_steps_in_a_call),
+    **cases(step_of, inner=["adamw", *OPTIMIZERS], dtype=[*HALF]),
 }
-_MAKERS = in_another_order, ensemble, several_steps_in_a_call
-for _maker in _MAKERS:
-    RIGHT |= cases(_maker)
-for _inner, _dtype in itertools.product(("adamw", "sgd", "clip"), HALF):
-    RIGHT |= cases(step_of, inner=_inner, dtype=_dtype)
+MISTAKES = {"gradients", "change", "results", "with_value", "select_by", "mistake"}
 
 
 def cured(step):
     """The step without its mistake; what stands around `with_loss_scale` is inside."""
-    settings = dict(step.keywords)
-    mistake = settings.pop("mistake")
-    if mistake in WRAPPERS and step.func is step_of:
-        settings["inside"] = mistake
-    return cases(step.func, **settings)
+    kept = {key: x for key, x in step.keywords.items() if key not in MISTAKES}
+    if "around" in kept:
+        kept["inside"] = kept.pop("around")
+    return cases(step.func, **kept)
 
 
 # The rules whose cure makes a right step, by its name.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from check_step_cases import CURED, DYNAMIC, RIGHT, WRONG, step_of
+from check_step_cases import CURED, DYNAMIC, RIGHT, WRONG, by_hand, step_of
 
 import jmp_scale
 from jmp_scale import diagnostics
@@ -118,7 +118,7 @@ def test_a_summary_has_each_problem_its_cure_and_what_was_not_checked():
 
 
 def test_a_loss_that_is_unscaled_by_hand_hides_whether_the_gradients_overflow():
-    step, args = step_of("by hand", inner="sgd", dtype="float32")
+    step, args = step_of(by_hand, inner="sgd", dtype="float32")
     (unseen,) = check_step(step, *args).not_checked
     assert unseen.startswith("whether a clip hides an overflow: at S = inf the loss")
 

@@ -1,6 +1,7 @@
 """The cause of a step that is not finite, for losses whose cause is known."""
 
 import inspect
+import itertools
 import re
 
 import equinox as eqx
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import count_traces, one_of
+from helpers import by_name, count_traces
 from losses import forgetful
 
 import jmp_scale
@@ -252,17 +253,16 @@ BACKWARD += [sqrt_in_a_checkpoint, rule_of_a_custom_jvp]
 BATCHES = {mask_beside_a_log: BATCH, masked_row: EMPTY}
 # Arguments and constants whose infinities are the cause. MASK never is.
 BLAMED = {masked_row: "args[1]['bias']", row_of_a_constant: "a constant float32[4,4]"}
-FORMS = [
-    lambda fun: fun,
-    lambda fun: jmp_scale.autocast(fun, "float16"),
-    lambda fun: jmp_scale.autocast(jax.jit(fun), "float16", recompute=False),
-]
-
-
-def each_in_each_form():
-    """The first of three is a default test: each loss in one form."""
-    for i, fun in enumerate([*FORWARD, *BACKWARD]):
-        yield from ((fun, (i + k) % 3) for k in range(3))
+FORMS = {
+    "float32": lambda fun: fun,
+    "autocast": lambda fun: jmp_scale.autocast(fun, "float16"),
+    "not recomputed": lambda fun: jmp_scale.autocast(
+        jax.jit(fun), "float16", recompute=False
+    ),
+}
+QUICK = [(fun, "float32") for fun in FORWARD] + [(fun, "autocast") for fun in BACKWARD]
+QUICK += [(masked_row, "not recomputed"), (norm_at_zero, "not recomputed")]
+EACH_IN_EACH_FORM = by_name(QUICK, itertools.product(FORWARD + BACKWARD, FORMS))
 
 
 def marked(*functions):
@@ -274,7 +274,7 @@ def marked(*functions):
                 yield f"{mark} at {__file__}:{number}"
 
 
-@pytest.mark.parametrize(("fun", "form"), one_of(3, each_in_each_form()))
+@pytest.mark.parametrize(("fun", "form"), EACH_IN_EACH_FORM)
 def test_the_operation_of_the_forward_or_backward_pass_is_named(fun, form):
     diagnosis = diagnose(FORMS[form](fun), 8, W, BATCHES.get(fun, X))
     where = attended if fun in BLAMED else fun

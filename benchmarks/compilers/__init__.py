@@ -4,9 +4,9 @@ import dataclasses
 import time
 from typing import Any
 
-import _hlo
-import _traffic
 import jax
+
+from compilers import hlo, traffic
 
 # Else XLA:GPU may leave out a cast to half precision and back, so that nothing is
 # rounded or overflows.
@@ -17,7 +17,7 @@ AS_WRITTEN: Any = {"xla_allow_excess_precision": False}
 class Figures:
     """What the compiler says of one program."""
 
-    # On the CPU as `cost_analysis` counts them, for a target as `_traffic` does.
+    # On the CPU as `cost_analysis` counts them, for a target as `traffic` does.
     bytes_accessed: float
     temporaries: int  # bytes
     copies: list[str]  # types of the copied buffers, such as `f32[256,256]`
@@ -67,17 +67,17 @@ def compile_step(step, carry, batch, target=None):
 
 def figures(compiled, target=None, compile_seconds=0.0) -> Figures:
     """Reads what the compiler says of a program."""
-    module = _hlo.parse(compiled.as_text())
+    module = hlo.parse(compiled.as_text())
     here = target is None
     counted = compiled.cost_analysis()["bytes accessed"] if here else None
     return Figures(
-        bytes_accessed=_traffic.traffic(module) if counted is None else counted,
+        bytes_accessed=traffic.traffic(module) if counted is None else counted,
         temporaries=compiled.memory_analysis().temp_size_in_bytes,
-        copies=list(map(str, _traffic.copies(module))),
-        kernels=_traffic.kernels(module),
-        conditionals=_traffic.conditionals(module),
-        transfers=_traffic.host_operations(module),
-        collectives=_traffic.collectives(module),
-        cycles=_traffic.estimated_cycles(module),
+        copies=list(map(str, traffic.copies(module))),
+        kernels=traffic.kernels(module),
+        conditionals=traffic.conditionals(module),
+        transfers=traffic.host_operations(module),
+        collectives=traffic.collectives(module),
+        cycles=traffic.estimated_cycles(module),
         compile_seconds=compile_seconds,
     )

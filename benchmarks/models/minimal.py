@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from _compiled import options
 from _layouts import placed
-from _models import cast, cross_entropy, mean_loss, wide
-from _targets import Target
+from compilers import options
+from compilers.targets import Target
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_scale
+from models import cast, cross_entropy, mean_loss, wide
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 from _loss_without_logits import summed_loss
 
 HALF = jnp.bfloat16

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from _hlo import Array, Instruction, Module, attribute, called_computations
+from compilers.hlo import Array, Instruction, Module, attribute, called_computations
 
 Computation = dict[str, Instruction]
 

@@ -6,10 +6,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-import _hlo
-import _traffic
-from _hlo import Array, Instruction, Module
-from _traffic import Executed
+from compilers import hlo, traffic
+from compilers.hlo import Array, Instruction, Module
+from compilers.traffic import Executed
 
 
 class Sent(NamedTuple):
@@ -37,8 +36,8 @@ class Sent(NamedTuple):
 
 
 def parse(text: str) -> Module:
-    """As `_hlo.parse`, with the turns of each loop that counts up from 0."""
-    module = _hlo.parse(text)
+    """As `hlo.parse`, with the turns of each loop that counts up from 0."""
+    module = hlo.parse(text)
     for computation in module.computations.values():
         for name, instruction in computation.items():
             if instruction.opcode == "while":
@@ -49,9 +48,9 @@ def parse(text: str) -> Module:
 def sent(module: Module) -> list[Sent]:
     """All collectives that run, those in loops and fusions included."""
     found, chains = [], set()
-    for where, ran in _with_wrapped(module, _traffic.executed(module)):
+    for where, ran in _with_wrapped(module, traffic.executed(module)):
         attributes, opcode = ran.instruction.attributes, ran.instruction.opcode
-        kind = _traffic.collective(ran.instruction)
+        kind = traffic.collective(ran.instruction)
         if kind is None or opcode == "async-start":  # what it wraps is counted
             continue
         # A TPU deals one asynchronous collective out to several fusions.
@@ -86,7 +85,7 @@ def _counted(module: Module, loop: Instruction) -> Instruction:
     """Says how often a loop runs that counts from 0, which XLA does for GPUs alone."""
     if "known_trip_count" in loop.attributes:
         return loop
-    called = _hlo.called_computations(loop.attributes)
+    called = hlo.called_computations(loop.attributes)
     condition, body = (module.computations[name] for name in called)
     (test,) = (i for i in condition.values() if i.is_root)
     (turn,) = (i for i in body.values() if i.is_root)
@@ -102,9 +101,7 @@ def _counted(module: Module, loop: Instruction) -> Instruction:
     return dataclasses.replace(loop, attributes=f"{loop.attributes}, {known}")
 
 
-def _constant(
-    instruction: Instruction, computation: _traffic.Computation
-) -> int | None:
+def _constant(instruction: Instruction, computation: traffic.Computation) -> int | None:
     """The positive whole number among the operands."""
     given = [computation[name] for name in instruction.operands]
     found = [operand for operand in given if operand.opcode == "constant"]
@@ -119,7 +116,7 @@ def _with_wrapped(
     for ran in runs:
         yield where, ran
         if ran.instruction.opcode in ("fusion", "async-start"):
-            for name in _hlo.called_computations(ran.instruction.attributes):
+            for name in hlo.called_computations(ran.instruction.attributes):
                 body = module.computations[name]
                 inner = [Executed(ran.times, i, body) for i in body.values()]
                 yield from _with_wrapped(module, inner, name)

@@ -1,10 +1,11 @@
 """What the steps are taken on: sizes, optimizers, gradients that are given."""
 
-import _models
 import _steps
 import jax
 import jax.numpy as jnp
 import optax
+
+import models
 
 DTYPES = {"f32": jnp.float32, "f16": jnp.float16}
 CLIP = optax.clip_by_global_norm(1.0)
@@ -87,9 +88,9 @@ def problems(name, *, layers=12, width=256, examples=8):
         return title, (given_gradients(dtype), params, grads)
 
     small = {"vocabulary": 8192, "context": 128, "batch": examples}
-    sizes = _models.Transformer(3, width, 4, **small)
-    model, key = _models.transformer(sizes), jax.random.key(0)
-    deep = _models.transformer(_models.Transformer(layers, width, 4, **small))
+    sizes = models.Transformer(3, width, 4, **small)
+    model, key = models.transformer(sizes), jax.random.key(0)
+    deep = models.transformer(models.Transformer(layers, width, 4, **small))
     params = jax.eval_shape(model.init, key)[0]
     batch = model.init(key)[1]
     return {

@@ -10,12 +10,13 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import _models
 import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from _models import Model, Transformer, cast, cross_entropy, transformer, wide
+
+import models
+from models import Model, Transformer, cast, cross_entropy, transformer, wide
 
 
 def linen(sizes: Transformer) -> Model:
@@ -107,7 +108,7 @@ def _linen_model(net: Any, batch: Any) -> Model:
 
     def loss(params: Any, batch: Any, *how: Any) -> jax.Array:
         logits, _ = net(*how).apply(params, batch["x"], mutable=["batch_stats"])
-        return _models.mean_loss(logits, batch["y"])
+        return models.mean_loss(logits, batch["y"])
 
     return Model(init, loss)
 
@@ -178,9 +179,9 @@ def mixer(blocks: int, images: int, patches: int, width: int) -> Model:
         return [layer | {"norm1": norm, "norm2": norm}] * blocks
 
     def block(x: jax.Array, layer: Any) -> jax.Array:
-        y = _models.normalize(x, layer["norm1"]).mT
+        y = models.normalize(x, layer["norm1"]).mT
         x = x + (jax.nn.gelu(y @ layer["a"]) @ layer["b"]).mT
-        y = _models.normalize(x, layer["norm2"])
+        y = models.normalize(x, layer["norm2"])
         return x + jax.nn.gelu(y @ layer["c"]) @ layer["d"]
 
     return _chain(layers, block, (images, patches, width))

@@ -1,0 +1,38 @@
+"""What tests of `autocast` compare, and how close it must be."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from autocast_programs import layer, mean_square
+
+from jmp_scale import autocast
+
+F16, BF16, F32 = ((name, name) for name in ("float16", "bfloat16", "float32"))
+
+
+def two_layers(w, x):
+    return mean_square(layer(w, layer(w, x)))
+
+
+def assert_close(got, wanted, tolerance):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert x.shape == y.shape
+        assert x.dtype == y.dtype
+        if x.size:
+            x, y = np.asarray(x, float), np.asarray(y, float)
+            assert np.abs(x - y).max() <= tolerance * max(np.abs(y).max(), 1e-3)
+
+
+def assert_close_gradients(loss, *args, tolerance=0.02):
+    """Also its value, cast to float16 and as it is."""
+    half = autocast(loss, "float16")
+    got, wanted = (jax.jit(jax.value_and_grad(f))(*args) for f in (half, loss))
+    assert_close(got, wanted, tolerance)
+
+
+def assert_norm_close(got, wanted, tolerance):
+    assert jnp.linalg.norm(got - wanted) < tolerance * jnp.linalg.norm(wanted)
+
+
+def n32(x):
+    return x.astype(jnp.float32)

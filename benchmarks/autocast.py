@@ -112,6 +112,8 @@ def _compiled(target: str, half: Any, model: str, program: str) -> dict[str, flo
     if target == "h100":
         work = {"kernels": read.kernels}
     memory = {MEMORY: read.temporaries / 1e6, "bytes, GB": read.bytes_accessed / 1e9}
+    if host := compiled.memory_analysis().host_temp_size_in_bytes:
+        memory["on the host, MB"] = host / 1e6
     return memory | work | {"compile time, s": seconds}
 
 

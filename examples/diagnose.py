@@ -52,7 +52,8 @@ def main(argv=None):
     images = _digits.load_images(args.seed)[0][:256]
     losses = _digits.half_loss, _digits.reconstruction_loss
     report = diagnostics.compare_gradients(*losses, start, images, loss_scale=1.0)
-    _show.findings("underflow", state, history, report.summary(4))
+    verdict = "\n".join(report.summary().splitlines()[:2])
+    _show.findings("underflow", state, history, verdict)
 
     # 2. S falls to its floor, since this loop does not pass its loss to the optimizer.
     pixels = 16 * batches

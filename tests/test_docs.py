@@ -238,6 +238,14 @@ def test_a_page_reads_well_where_only_plain_markdown_is_known(name):
         assert not re.search(attribute, text, re.MULTILINE)
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_an_empty_line_ends_each_body_as_pythons_own_prompt_needs(name):
+    for code, _ in PYTHON.findall(FILES[name].read_text()):
+        lines = [*code.splitlines(), ""]
+        bodies = [node for node in ast.parse(code).body if hasattr(node, "body")]
+        assert [lines[node.end_lineno] for node in bodies] == [""] * len(bodies)
+
+
 def test_every_page_is_in_the_navigation_and_every_example_on_its_page():
     navigation = (ROOT / "mkdocs.yml").read_text()
     missing = [page for page in TEXTS if page.removeprefix("docs/") not in navigation]

@@ -13,6 +13,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.ad_checkpoint import checkpoint_name
+
+# The inputs of checkpoints wait in the host's memory.
+ON_THE_HOST = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=["input"],
+    offload_src="device",
+    offload_dst="pinned_host",
+)
 
 
 class Model(NamedTuple):
@@ -47,24 +56,28 @@ def transformer(
     *,
     scanned: bool = False,
     stream: Callable[[jax.Array], jax.Array] = lambda x: x,
+    attend: Callable[..., jax.Array] | None = None,
+    policy: Callable[..., Any] | None = None,
 ) -> Model:
     """With tied embeddings, unrolled or a `lax.scan`; 16 leaves a layer and 4 more.
 
     `stream` says where the arrays (batch, position, width) lie that are added up from
-    block to block.
+    block to block, `policy` what checkpoints save, of blocks whose input is named.
     """
 
     def loss(params, batch, dtype, checkpointed=False):
         def block(x, layer):
             layer = cast(layer, dtype)
+            x = checkpoint_name(x, "input") if policy else x
             heads = (*x.shape[:2], sizes.heads, sizes.width // sizes.heads)
             y = normalize(x, layer["norm1"])
-            y = _attend(*(_dense(y, layer[name]).reshape(heads) for name in "qkv"))
+            q, k, v = (_dense(y, layer[name]).reshape(heads) for name in "qkv")
+            y = (attend or _attend)(q, k, v)
             x = x + stream(_dense(y.reshape(x.shape), layer["o"]))
             y = _dense(normalize(x, layer["norm2"]), layer["up"])
             return x + stream(_dense(jax.nn.gelu(y), layer["down"]))
 
-        block = jax.checkpoint(block) if checkpointed else block
+        block = jax.checkpoint(block, policy=policy) if checkpointed else block
         tokens, layers = batch["tokens"], params["layers"]
         rest = cast(params | {"layers": None}, dtype)
         x = rest["tokens"][tokens] + rest["positions"][None]
@@ -121,10 +134,24 @@ def _dense(x, layer):
 
 def _attend(q, k, v):
     """Causal, of queries, keys and values (batch, position, head, width)."""
+    share = jax.nn.softmax(_scores(q, k)).astype(q.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", share, v)
+
+
+def attend_divided_last(q, k, v):
+    """As `_attend`, but exponentials are divided by their sum after the product."""
+    scores = _scores(q, k)
+    top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+    shares = jnp.exp(scores - top)
+    sums = jnp.moveaxis(shares.sum(-1), 1, 2)[..., None]
+    y = jnp.einsum("bhqk,bkhd->bqhd", shares.astype(q.dtype), v)
+    return (wide(y) / sums).astype(q.dtype)
+
+
+def _scores(q, k):
     scores = wide(jnp.einsum("bqhd,bkhd->bhqk", q, k))
     seen = jnp.tri(q.shape[1], dtype=bool)[None, None]
-    scores = jnp.where(seen, scores / math.sqrt(q.shape[-1]), -jnp.inf)
-    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores).astype(q.dtype), v)
+    return jnp.where(seen, scores / math.sqrt(q.shape[-1]), -jnp.inf)
 
 
 def normalize(x, norm):

@@ -59,7 +59,7 @@ def transformer(
             layer = cast(layer, dtype)
             heads = (*x.shape[:2], sizes.heads, sizes.width // sizes.heads)
             y = normalize(x, layer["norm1"])
-            y = _attend(*(_dense(y, layer[name]).reshape(heads) for name in "qkv"))
+            y = attend(*(_dense(y, layer[name]).reshape(heads) for name in "qkv"))
             x = x + stream(_dense(y.reshape(x.shape), layer["o"]))
             y = _dense(normalize(x, layer["norm2"]), layer["up"])
             return x + stream(_dense(jax.nn.gelu(y), layer["down"]))
@@ -119,7 +119,7 @@ def _dense(x, layer):
     return x @ layer["kernel"] + jnp.expand_dims(layer["bias"], range(x.ndim - 1))
 
 
-def _attend(q, k, v):
+def attend(q, k, v):
     """Causal, of queries, keys and values (batch, position, head, width)."""
     scores = wide(jnp.einsum("bqhd,bkhd->bhqk", q, k))
     seen = jnp.tri(q.shape[1], dtype=bool)[None, None]

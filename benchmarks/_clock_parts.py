@@ -1,5 +1,6 @@
 """What the clock measures: each part is a question, and a process of its own."""
 
+import dataclasses
 import functools
 import importlib.util
 import math
@@ -132,9 +133,13 @@ def _vocabulary(clock: Clock, sizes: Sizes) -> None:
     _gradients(clock, title, model, _usual(model))
 
 
-def _with_large_vocabulary(sizes: Sizes, **more: Any) -> Model:
-    large = sizes.gpt.__dict__ | {"vocabulary": sizes.large_vocabulary, **more}
-    return transformer(Transformer(**large))
+def _with_large_vocabulary(sizes: Sizes, attention: Any = None, **more: Any) -> Model:
+    return transformer(_large(sizes, **more), attention=attention)
+
+
+def _large(sizes: Sizes, **more: Any) -> Transformer:
+    vocabulary = sizes.large_vocabulary
+    return dataclasses.replace(sizes.gpt, vocabulary=vocabulary, **more)
 
 
 def _frameworks(clock: Clock, sizes: Sizes) -> None:
@@ -171,25 +176,19 @@ def _attention(clock: Clock, sizes: Sizes) -> None:
     if jax.default_backend() != "gpu":
         clock.say(title="attention", skipped="cuDNN needs a GPU")
         return
-    model = _with_large_vocabulary(sizes)
-    attend = functools.partial(
+    fused = functools.partial(
         jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"
     )
-
-    def with_attention(loss: Any, attend: Any) -> Any:
-        def changed(params: Any, batch: Any) -> Any:
-            with mock.patch.object(models, "_attend", attend):
-                return loss(params, batch)
-
-        return changed
-
-    marked = with_attention(_float32(model), jmp_scale.in_half(attend))
+    model, by_cudnn, marked = (
+        _with_large_vocabulary(sizes, attention)
+        for attention in (None, fused, jmp_scale.in_half(fused))
+    )
     losses = {
         "by hand": _by_hand(model),
         "autocast": _autocast(model),
-        "by hand, cudnn": with_attention(_by_hand(model), attend),
-        "autocast, in_half(cudnn)": jmp_scale.autocast(marked, "bfloat16"),
-        "autocast f16, in_half(cudnn)": jmp_scale.autocast(marked, "float16"),
+        "by hand, cudnn": _by_hand(by_cudnn),
+        "autocast, in_half(cudnn)": _autocast(marked),
+        "autocast f16, in_half(cudnn)": _autocast(marked, "f16"),
     }
     _gradients(clock, "attention", model, losses)
 
@@ -279,7 +278,6 @@ def _torch(clock: Clock, sizes: Sizes) -> None:
     if importlib.util.find_spec("torch") is None:
         clock.say(title="torch", skipped="torch is not installed")
         return
-    large = sizes.gpt.__dict__ | {"vocabulary": sizes.large_vocabulary}
     for dtype, fused, compiled in (
         ("bfloat16", True, True),
         ("bfloat16", False, True),
@@ -293,9 +291,7 @@ def _torch(clock: Clock, sizes: Sizes) -> None:
             clock.say(title="torch", name=name, skipped="no time")
             continue
         try:
-            run = torch_step(
-                Transformer(**large), dtype, fused=fused, compiled=compiled
-            )
+            run = torch_step(_large(sizes), dtype, fused=fused, compiled=compiled)
             run()
             clock.time_in_turn("torch, step of gpt4", {name: run}, rounds=7)
         except Exception as error:  # no compiler, or no memory

@@ -1,7 +1,10 @@
 """What `autocast` makes of a float32 program, beside casting it by hand.
 
 - compiled: what the compilers of GPUs and TPUs make of value and gradient of models at
-  the size that people train. No such machine is needed; nothing is allocated or run.
+  the size that people train. No such machine is needed; nothing is allocated or run. A
+  GPU chooses for each product between Triton and cuBLAS, so a program is compiled with
+  either for all of them, and the larger figure is the one that is shown.
+- blocks: the same for one block of each usual kind.
 - traced: trace time of twelve unrolled layers, over float32's.
 - error: of the gradients of small models against float64, computed here.
 
@@ -25,6 +28,7 @@ import _harness
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _blocks import BLOCKS
 from _harness import MEMORY, Table
 from _tables import compared
 from compilers import AS_WRITTEN, figures, options, targets
@@ -37,12 +41,19 @@ import jmp_scale
 LOSS_SCALE = 2.0**15  # of gradients that are computed
 SEEDS = 20  # of the models whose errors are compared
 HALF = {"bf16": jnp.bfloat16, "f16": jnp.float16}
-MODELS = LARGE | DEEP | SMALL
+MODELS = LARGE | BLOCKS | DEEP | SMALL
+COMPILED = LARGE | BLOCKS
 SAVED = jax.checkpoint_policies.dots_saveable
 
 
 def _by_hand(model: Model, half: Any, checkpointed: bool = False) -> Any:
     return lambda params, batch: model.loss(params, batch, half, checkpointed)
+
+
+def _returning_half(model: Model, half: Any) -> Any:
+    """A program whose blocks cast what they return, so that the stream is half too."""
+    loss = lambda params, batch: model.loss(params, batch, None, False, half)  # noqa: E731
+    return jmp_scale.autocast(loss, half)
 
 
 def _autocast(model: Model, half: Any, checkpointed: bool = False, **options: Any):
@@ -61,6 +72,7 @@ PROGRAMS = {
     "autocast, float32_results=head": functools.partial(
         _autocast, float32_results="head"
     ),
+    "autocast, result=half": _returning_half,  # of blocks
     "autocast, dots_saveable": lambda *of: jax.checkpoint(_autocast(*of), policy=SAVED),
 }
 
@@ -71,8 +83,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     kept = _harness.Kept(args.resume)
     tables = []
     for part, dtype in itertools.product(args.parts, args.dtypes):
-        for where in args.targets if part == "compiled" else [part]:
-            if part == "compiled" and (reason := targets.missing(where)):
+        is_compiled = part in ("compiled", "blocks")
+        for where in args.targets if is_compiled else [part]:
+            if is_compiled and (reason := targets.missing(where)):
                 print(f"{where}: {reason}")
                 continue
             tables.append(_table(args, kept, part, where, dtype))
@@ -90,7 +103,8 @@ def _table(args: Any, kept: _harness.Kept, part: str, where: str, dtype: str) ->
     for row in tqdm(rows, f"{where}, {dtype}"):
         kept.measure(key(*row), measure, where, HALF[dtype], *row)
     columns = list(dict.fromkeys(name for row in rows for name in kept.rows[key(*row)]))
-    table = Table(f"{where}, {{}}", ["model", "program", *columns], case=dtype)
+    kind = ", blocks" if part == "blocks" else ""
+    table = Table(f"{where}{kind}, {{}}", ["model", "program", *columns], case=dtype)
     for model, program in rows:
         own = kept.rows[key(model, program)]
         bases = {} if program == base else kept.rows.get(key(model, base), {})
@@ -99,17 +113,24 @@ def _table(args: Any, kept: _harness.Kept, part: str, where: str, dtype: str) ->
     return table
 
 
-def _compiled(target: str, half: Any, model: str, program: str) -> dict[str, float]:
+def _compiled(target: str, *of: Any) -> dict[str, float]:
+    """What a program takes at most, in either form of products."""
+    forms = targets.FORMS.get(target, [target])
+    found = [_compiled_for(form, *of) for form in forms]
+    return {name: max(each[name] for each in found) for name in found[0]}
+
+
+def _compiled_for(target: str, half: Any, model: str, program: str) -> dict[str, float]:
     where = targets.Target(target)
-    placed = where.replicated(types(LARGE[model]))
-    loss = PROGRAMS[program](LARGE[model], half)
+    placed = where.replicated(types(COMPILED[model]))
+    loss = PROGRAMS[program](COMPILED[model], half)
     lowered = jax.jit(jax.value_and_grad(loss)).lower(*placed)
     start = time.process_time()
     compiled = lowered.compile(compiler_options=options(where))
     seconds = time.process_time() - start
     read = figures(compiled, where)
     work = {"M cycles": read.cycles / 1e6}
-    if target == "h100":
+    if targets.is_gpu(target):
         work = {"kernels": read.kernels}
     memory = {MEMORY: read.temporaries / 1e6, "bytes, GB": read.bytes_accessed / 1e9}
     if host := compiled.memory_analysis().host_temp_size_in_bytes:
@@ -160,6 +181,7 @@ def _gradients(loss: Any, problems: Sequence[Any]) -> np.ndarray:
 # How a row is measured, of which models, and what it is compared with.
 PARTS = {
     "compiled": (_compiled, LARGE, "by hand"),
+    "blocks": (_compiled, BLOCKS, "by hand"),
     "traced": (_traced, DEEP, "float32"),
     "error": (_error, SMALL, None),
 }

@@ -7,6 +7,7 @@ from unittest import mock
 import compilers
 import jax
 import jax.numpy as jnp
+import models
 import optax
 import pytest
 from compilers import hlo, targets, traffic, wire
@@ -133,6 +134,28 @@ def test_a_train_step_moves_and_launches_little_more(name, dtype):
         assert scaled.kernels / unscaled.kernels <= 1.15
     assert scaled.cycles <= 1.18 * unscaled.cycles
     assert (scaled.conditionals, scaled.transfers) == (0, 0)
+
+
+@functools.cache
+def small_step(name, peer):
+    """Of float16 compute by one loss: a layer of width 128, 8 x 128 tokens."""
+    model = models.transformer(models.Transformer(1, 128, 4, 512, 128, 8))
+    params, batch = jax.eval_shape(model.init, jax.random.key(0))
+    loss_fn = functools.partial(model.loss, dtype=jnp.float16)
+    carry, step = problems.build(peer, loss_fn, params, types_only=True)
+    return compilers.compile_step(step, carry, batch, targets.Target(name))[1]
+
+
+@compiles_for("h100", "h100-cublas")
+@pytest.mark.parametrize("peer", ["flax DynamicScale", "jmp"])
+def test_s_and_the_skip_launch_less_than_another_and_move_as_much(name, peer):
+    unscaled, own, other = (
+        small_step(name, each) for each in ("unscaled", "with_loss_scale", peer)
+    )
+    assert unscaled.kernels < own.kernels < other.kernels
+    # The two gradients of the tied embedding are added in the check and in the update,
+    # which reads one of float16 again.
+    assert own.bytes_accessed <= other.bytes_accessed + 2 * 512 * 128 + 1024
 
 
 @compiles_for("h100", "tpu-v5e")

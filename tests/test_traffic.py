@@ -52,6 +52,17 @@ KNOWN = {
         "",
         0,
     ),
+    "the workspace of a library's product is not traffic": (
+        X + "ROOT %c = (f32[1024]{0}, s8[4194304]{0}) custom-call(%x), "
+        'custom_call_target="__cublas$gemm"',
+        "",
+        8192,
+    ),
+    "a library's product without a workspace writes its result": (
+        X + 'ROOT %c = s8[1024]{0} custom-call(%x), custom_call_target="__cublas$gemm"',
+        "",
+        4096 + 1024,
+    ),
     "start and done count once": (
         X + "%s = (f32[1024]{0}, f32[1024]{0}, u32[]) copy-start(%x)\n"
         "ROOT %d = f32[1024]{0} copy-done(%s)",

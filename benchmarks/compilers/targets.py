@@ -54,7 +54,10 @@ TPU_ENVIRONMENT = {
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
 
-TARGETS = ("tpu-v5e", "tpu-v6e", "h100")
+# On a GPU XLA tries Triton and cuBLAS for each product; without one it takes Triton for
+# all, or, as `h100-cublas`, cuBLAS.
+TARGETS = ("tpu-v5e", "tpu-v6e", "h100", "h100-cublas")
+FORMS = {"h100": ("h100", "h100-cublas")}
 GROUPS = {
     "tpu": ("tpu-compile", "libtpu"),
     "h100": ("cuda-compile", "jax_cuda12_plugin"),
@@ -101,9 +104,13 @@ def _placed(leaf, sharding):
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
+def is_gpu(name: str) -> bool:
+    return name.startswith("h100")
+
+
 def missing(name: str) -> str | None:
     """Why programs cannot be compiled for a target here, None if they can."""
-    group, module = GROUPS["h100" if name == "h100" else "tpu"]
+    group, module = GROUPS["h100" if is_gpu(name) else "tpu"]
     if importlib.util.find_spec(module) is not None:
         return None
     return f"needs the compiler: pip install --group {group}"
@@ -111,7 +118,7 @@ def missing(name: str) -> str | None:
 
 @functools.cache
 def _devices(name: str, chips: int) -> list[Any]:
-    if name == "h100":
+    if is_gpu(name):
         hosts = max(1, chips // 8)
         shape = f"1x{hosts}x{chips // hosts}"
         kind = {"topology": shape, "target_config": H100}

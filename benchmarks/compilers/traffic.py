@@ -19,6 +19,8 @@ HOST_MEMORY = 5
 FREE = {"add-dependency", "after-all", "bitcast", "constant", "get-tuple-element"}
 FREE |= {"opt-barrier", "parameter", "partition-id", "replica-id", "tuple"}
 FREE_CUSTOM_CALLS = {"AllocateBuffer", "ConcatBitcast", "Sharding"}
+# Custom calls whose last result is a workspace.
+LIBRARIES = ("__cublas", "__cudnn")
 # Instructions that run the computations that they name.
 CALLS = {"call", "conditional", "while"}
 SLICES = {"dynamic-slice", "gather", "slice"}
@@ -125,7 +127,19 @@ def traffic_of(module: Module, ran: Executed) -> int:
         return _traffic_of_done(ran)
     if opcode == "fusion" or opcode in SLICES or opcode in UPDATES:
         return _traffic_of_fusion(module, ran)
-    return _bytes(instruction.results) + _bytes(ran.operands)
+    return _bytes(_results(instruction)) + _bytes(ran.operands)
+
+
+def _results(instruction: Instruction) -> tuple[Array, ...]:
+    """Arrays that an instruction writes, without the workspace of cuBLAS and cuDNN.
+
+    How much of that they use is not known.
+    """
+    target = attribute(instruction.attributes, "custom_call_target") or ""
+    *results, last = instruction.results or (None,)
+    if results and last.dtype in ("s8", "u8") and target.startswith(LIBRARIES):
+        return tuple(results)
+    return instruction.results
 
 
 def _total(

@@ -56,7 +56,7 @@ def transformer(
     *,
     scanned: bool = False,
     stream: Callable[[jax.Array], jax.Array] = lambda x: x,
-    attend: Callable[..., jax.Array] | None = None,
+    attention: Callable[..., jax.Array] | None = None,
     policy: Callable[..., Any] | None = None,
 ) -> Model:
     """With tied embeddings, unrolled or a `lax.scan`; 16 leaves a layer and 4 more.
@@ -72,7 +72,7 @@ def transformer(
             heads = (*x.shape[:2], sizes.heads, sizes.width // sizes.heads)
             y = normalize(x, layer["norm1"])
             q, k, v = (_dense(y, layer[name]).reshape(heads) for name in "qkv")
-            y = (attend or _attend)(q, k, v)
+            y = (attention or attend)(q, k, v)
             x = x + stream(_dense(y.reshape(x.shape), layer["o"]))
             y = _dense(normalize(x, layer["norm2"]), layer["up"])
             return x + stream(_dense(jax.nn.gelu(y), layer["down"]))
@@ -132,14 +132,14 @@ def _dense(x, layer):
     return x @ layer["kernel"] + jnp.expand_dims(layer["bias"], range(x.ndim - 1))
 
 
-def _attend(q, k, v):
+def attend(q, k, v):
     """Causal, of queries, keys and values (batch, position, head, width)."""
     share = jax.nn.softmax(_scores(q, k)).astype(q.dtype)
     return jnp.einsum("bhqk,bkhd->bqhd", share, v)
 
 
 def attend_divided_last(q, k, v):
-    """As `_attend`, but exponentials are divided by their sum after the product."""
+    """As `attend`, but exponentials are divided by their sum after the product."""
     scores = _scores(q, k)
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
     shares = jnp.exp(scores - top)

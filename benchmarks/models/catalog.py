@@ -228,8 +228,8 @@ LARGE = {
     "gpt12-scan": transformer(GPT(12), scanned=True),
     "gpt4": transformer(GPT(4)),
     "gpt4-V50257": transformer(Transformer(4)),
-    "gpt4-host": transformer(GPT(4), policy=_models.ON_THE_HOST),
-    "gpt4-divided-last": transformer(GPT(4), attend=_models.attend_divided_last),
+    "gpt4-host": transformer(GPT(4), policy=models.ON_THE_HOST),
+    "gpt4-divided-last": transformer(GPT(4), attention=models.attend_divided_last),
     "equinox4": equinox(GPT(4)),
 }
 DEEP = {

@@ -7,6 +7,7 @@ of README. The tests fail where a page differs.
 """
 
 import decimal
+import json
 import pathlib
 import re
 from collections.abc import Callable, Iterator
@@ -48,6 +49,20 @@ PROGRAMS_TIMED = (
     ("by hand", "by hand bf16"),
     ("autocast", "autocast bf16"),
 )
+SKIPS_TIMED = {
+    "by hand, without scaling": "by hand f16, no scaling",
+    "jmp": "by hand f16, jmp",
+    "Flax `DynamicScale`": "by hand f16, flax DynamicScale",
+    "`autocast`, without scaling": "autocast f16, no scaling",
+    "`with_loss_scale`": "autocast f16, with_loss_scale",
+}
+BLOCKS = {
+    "MLP, gelu": "gelu",
+    "MLP, relu": "relu",
+    "SwiGLU": "SwiGLU",
+    "ConvNeXt": "ConvNeXt",
+    "attention": "attention",
+}
 HEADS = {
     "a cast by hand": ("head of 50,257", "by hand"),
     "`autocast`": ("head of 50,257", "autocast"),
@@ -96,6 +111,10 @@ CHECKPOINTED = [
     for program in ("autocast", "autocast, checkpoint")
 ]
 
+STREAM = [
+    ("h100, blocks, bf16", "autocast", BYTES),
+    ("h100, blocks, bf16", "autocast, result=half", BYTES),
+]
 HEAD_COLUMNS = [("h100", MEMORY), ("h100", BYTES)]
 HEAD_COLUMNS += [("tpu-v5e", MEMORY), ("tpu-v5e", CYCLES)]
 KINDS = "(gradient|minimal programs), bf16$"
@@ -127,11 +146,13 @@ def rows_of(name: str, title: str) -> Iterator[Row]:
             yield dict(zip(lines[0], line, strict=True)) | {"title": heading}
 
 
-def autocast_over(base: str, shown: list[tuple[str, str, str]]) -> Cells:
+def autocast_over(
+    base: str, shown: list[tuple[str, str, str]], models: Row = MODELS
+) -> Cells:
     """Cells of a model, where those of the program `base` are 1."""
 
     def cells(row: list[str]) -> list[str]:
-        model = _named(row[0], MODELS)
+        model = _named(row[0], models)
         figures = []
         for title, program, column in shown:
             programs = {
@@ -235,10 +256,31 @@ def on_h200() -> Cells:
     return cells
 
 
+def of_skips() -> Cells:
+    """Times of a step with a loss scale, and what the compiler made of it there."""
+
+    def cells(row: list[str]) -> list[str]:
+        program = _named(row[0], SKIPS_TIMED)
+        lines = (RESULTS / "h200.jsonl").read_text().splitlines()
+        found = {}
+        for line in map(json.loads, lines):
+            if line["part"] == "step4" and line["name"] == program:
+                found |= line
+        spread = [f"{found[key]:.2f}" for key in ("ms", "low", "high")]
+        kernels = sum(found["kinds"].values())
+        return [row[0], *spread, str(kernels), f"{found['bytes'] / 1e9:.1f}"]
+
+    return cells
+
+
 # How a table's header begins: what makes a function of its rows.
 TABLES: dict[str, Callable[[], Cells]] = {
     "| float32 = 1 | H100: memory |": lambda: autocast_over("float32", OVER_FLOAT32),
     "| by hand = 1 | H100: memory |": lambda: autocast_over("by hand", SAVED),
+    "| H100, by hand = 1 | bytes moved |": lambda: autocast_over(
+        "by hand", STREAM, BLOCKS
+    ),
+    "| H200, float16 step: ms |": of_skips,
     "| by hand = 1 | H100, without |": lambda: autocast_over("by hand", CHECKPOINTED),
     "| by hand = 1 | H100: communicated |": over_devices,
     "| head of a language model | H100: MB |": of_heads,

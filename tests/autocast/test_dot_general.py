@@ -129,6 +129,15 @@ def test_a_product_of_halves_is_the_product(name):
             np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_a_product_over_several_dimensions_is_that_already():
+    dims = ((1, 2), (0, 1)), ((), ())
+    pair = normal(0, (2, 3, 4), "float32"), normal(1, (3, 4, 5), "float32")
+    lhs, rhs, same = in_halves(*pair, dims)
+    assert lhs is pair[0]
+    assert rhs is pair[1]
+    assert same == dims
+
+
 def random_product(rng):
     """A loss of a product between other operations, and its arguments."""
     batch, rows, inner, own = (int(rng.choice([1, 2, 3, 4, 6])) for _ in range(4))

@@ -70,6 +70,7 @@ def test_the_program_of_a_page_passes_the_checkers_of_jax(page, monkeypatch):
         exec(program, {"__name__": "page"})
 
 
+@pytest.mark.slow
 def test_half_storage_within_a_loss_scale_and_a_guard_passes_the_checkers_of_jax():
     # Optax itself adds float32 updates to bfloat16 parameters.
     apply_updates = promoting(optax.apply_updates)

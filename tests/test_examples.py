@@ -78,13 +78,8 @@ def run(fresh_process):
 
 
 # Nothing of the other tests is imported here: a fresh process must not start JAX.
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name == "quickstart.py" else pytest.mark.slow)
-        for name in SCRIPTS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_help_says_what_the_example_shows_and_steps_that_are_none_are_an_error(
     run, fresh_process, name
 ):

@@ -28,7 +28,7 @@ POISONS = (
 STEPS = (POISONS[0], GOOD, POISONS[1], GOOD, POISONS[2], POISONS[0], GOOD)
 
 # Those that differ most in what they compute; all others are slow tests.
-TYPICAL = "adafactor_factored", "lamb", "multi_steps", "sam"
+TYPICAL = "adafactor_factored", "multi_steps", "sam"
 DTYPES = ("float32", pytest.param("bfloat16", marks=pytest.mark.slow))
 FLOAT32_ONLY = {"lbfgs", "lbfgs_without_search"}  # in Optax itself
 # Their branches keep the dtype of the parameters, which gradients here do not have.

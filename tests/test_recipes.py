@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parents[1]
 RECIPES = (
     "the last field of `LossScaleState` (`_state`), counted in",
@@ -141,6 +143,7 @@ def add_a_product(package):
     add_after(facts, "    left, right, result = .*", work)
 
 
+@pytest.mark.slow
 def test_recipes_work_as_written(tmp_path):
     """They are followed in one copy and run by one process."""
     for recipe in RECIPES:

@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from autocast_checks import F16, assert_close, assert_norm_close, two_layers
+from autocast_checks import (
+    F16,
+    assert_close,
+    assert_norm_close,
+    transposes_checkpoints,
+    two_layers,
+)
 from autocast_programs import PROGRAMS, N, W, X, layer, mean_square, products
 from helpers import by_name, slow
 from jax import lax
@@ -57,10 +63,7 @@ def sizes_of(fun, *args):
     return collections.Counter(a.dtype.name for a in avals)
 
 
-@pytest.mark.skipif(
-    getattr(jax.config, "jax_remat3", False),
-    reason="JAX_REMAT3 transposes no checkpoint: derivatives save what they compute",
-)
+@transposes_checkpoints
 def test_a_layer_keeps_its_stream_and_the_results_of_its_products():
     def loss(w, x):
         for _ in range(3):
@@ -125,10 +128,7 @@ def test_second_derivatives_have_the_range_of_the_backward_pass(derivative):
     assert_norm_close(got, plain, 0.01)
 
 
-@pytest.mark.skipif(
-    getattr(jax.config, "jax_remat3", False),
-    reason="JAX_REMAT3 transposes no checkpoint: derivatives save what they compute",
-)
+@transposes_checkpoints
 def test_all_operations_share_the_cast_of_what_a_product_read():
     def stream(w, x):
         y = jax.nn.gelu(x @ w)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from autocast_checks import BF16, F16, F32, assert_close, assert_norm_close, n32
 from autocast_programs import PRODUCTS, W, X, layer, mean_square, products
-from helpers import ONE_AXIS, slow
+from helpers import ONE_AXIS, by_name, slow
 from jax import lax
 from jax.experimental import pallas
 from jax.sharding import PartitionSpec as P
@@ -121,7 +121,7 @@ WITHIN = {
 
 
 @pytest.mark.parametrize("recompute", [True, slow(False)])
-@pytest.mark.parametrize("within", WITHIN)
+@pytest.mark.parametrize("within", by_name(["plain", "shard_map"], WITHIN))
 def test_a_kernel_gets_half_precision_and_its_rule_may_return_float32(
     within, recompute
 ):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from autocast_checks import transposes_checkpoints
 from helpers import ONE_AXIS, slow
 from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec as P
@@ -61,10 +62,7 @@ def test_its_derivatives_are_those_of_the_function(around, compile_):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.skipif(
-    getattr(jax.config, "jax_remat3", False),
-    reason="JAX_REMAT3 transposes no checkpoint: derivatives save what they compute",
-)
+@transposes_checkpoints
 def test_what_it_reads_is_saved_and_nothing_that_it_computes():
     saved = jax.tree.leaves(jax.vjp(f, X)[1])
     assert [x.shape for x in saved] == [X.shape]

@@ -95,7 +95,7 @@ def test_gradients_are_exported_for_several_machines_at_once(platforms):
         np.testing.assert_allclose(restored.call(w, x), grad(w, x), 1e-3, 1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", slow("bfloat16")])
 def test_a_product_that_names_an_algorithm_runs_where_it_is_missing(dtype):
     attention = jmp_scale.in_half(jax.nn.dot_product_attention)
     q = normal(0, (2, 8, 4, 8), "float32")
@@ -127,6 +127,15 @@ def test_a_product_of_halves_is_the_product(name):
         if found is not None:
             got, wanted = lax.dot_general(*found), lax.dot_general(*pair, dims)
             np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_product_over_several_dimensions_is_that_already():
+    dims = ((1, 2), (0, 1)), ((), ())
+    pair = normal(0, (2, 3, 4), "float32"), normal(1, (3, 4, 5), "float32")
+    lhs, rhs, same = in_halves(*pair, dims)
+    assert lhs is pair[0]
+    assert rhs is pair[1]
+    assert same == dims
 
 
 def random_product(rng):

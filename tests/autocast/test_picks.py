@@ -171,7 +171,7 @@ def assert_equal(fun, reference, args):
     jax.tree.map(equal, found, wanted)
 
 
-QUICK = "optax", "along the first axis", "rows of vmap", "two columns", "MaxText"
+QUICK = "optax", "along the first axis", "rows of vmap", "three columns", "MaxText"
 QUICK += "smoothed and masked", "chunks in a checkpoint", "branches", "shard_map"
 CASES = by_name(
     [*((name, True) for name in QUICK), ("optax", False), ("two columns", False)],

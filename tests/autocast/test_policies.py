@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from autocast_checks import transposes_checkpoints
 from autocast_programs import mean_square
 from helpers import by_name, slow
 from jax.ad_checkpoint import checkpoint_name
@@ -68,10 +69,7 @@ def products(fun, *args):
 @pytest.mark.parametrize("recompute", [True, slow(False)])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("policy", SAVING)
-@pytest.mark.skipif(
-    getattr(jax.config, "jax_remat3", False),
-    reason="JAX_REMAT3 transposes no checkpoint: derivatives save what they compute",
-)
+@transposes_checkpoints
 def test_a_product_that_is_saved_is_run_once_and_saved_in_half(policy, form, recompute):
     cast = FORMS[form](SAVING[policy], recompute=recompute)
     # The first layer's input has no gradient.

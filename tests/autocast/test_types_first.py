@@ -328,10 +328,15 @@ def gradient_of(fun, weights):
     return jax.grad(fun, argnums=range(1, 1 + len(weights)))
 
 
+def flat(gradients):
+    leaves = jax.tree.leaves(gradients)
+    return np.concatenate([np.ravel(np.asarray(g, float)) for g in leaves])
+
+
 def evaluated(gradient, weights, wrap=jax.jit):
     found = wrap(gradient)(DATA, *weights)
     assert [g.dtype for g in found] == [w.dtype for w in weights]
-    return np.concatenate([np.ravel(np.asarray(g, float)) for g in found])
+    return flat(found)
 
 
 def distance(found, exact):
@@ -365,10 +370,10 @@ def errors_of(name, dtype, half=autocast):
 # One rounding of each entry: 2^-9 of it at most.
 ROUNDING = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
 # One of each kind runs by default, in the dtype with the larger errors.
-QUICK = "index", "tied", "rnn", "chunks", "cond", "half data", "checkpoint"
-QUICK += "carry, data", "carry, merged", "made by a rule", "cancelling", "tiled"
+QUICK = "index", "tied", "rnn", "chunks", "half data", "checkpoint"
+QUICK += "carry, data", "carry, merged", "cancelling"
 CASES = by_name(
-    [*((name, "bfloat16") for name in QUICK), ("index", "float16")],
+    [(name, "bfloat16") for name in QUICK],
     itertools.product(PROGRAMS, ROUNDING),
 )
 
@@ -468,10 +473,9 @@ WAYS += [
 ]
 
 
-QUICK_WAYS = [(of_model, "index"), (unplanned, "cancelling"), (in_checkpoint, "map")]
-QUICK_WAYS += [(by_closure, "index"), (by_closure, "carry, data")]
-QUICK_WAYS += [(of_attribute, "tied"), (of_attribute, "rnn")]
-QUICK_WAYS += [(as_given, "experts"), (as_given, "made by scan")]
+QUICK_WAYS = [(of_model, "index"), (unplanned, "cancelling"), (of_attribute, "tied")]
+QUICK_WAYS += [(by_closure, "index"), (by_closure, "carry, data"), (as_given, "rnn")]
+QUICK_WAYS += [(of_partial, "carry, rolled"), (of_method, "carry, rolled")]
 
 
 @pytest.mark.parametrize(("half", "name"), by_name(QUICK_WAYS, WAYS))
@@ -690,24 +694,22 @@ def test_of_an_nnx_module_too():
 
     def gradient(fun, dtype):
         nnx.update(model, jax.tree.map(lambda p: p.astype(dtype), nnx.state(model)))
-        return n32(nnx.jit(nnx.grad(fun))(model, DATA.x).kernel[...]).ravel()
+        return flat(nnx.jit(nnx.grad(fun))(model, DATA.x).kernel[...])
 
     half = jmp_scale.nnx.autocast(loss, "bfloat16")
     found = gradient(half, "bfloat16")
     wide, exact = gradient(half, "float32"), gradient(loss, "float32")
-    norm = np.linalg.norm
-    assert norm(found - exact) <= 1.5 * norm(wide - exact) + 2.0**-9 * norm(exact)
+    assert distance(found, exact) <= 1.5 * distance(wide, exact) + 2.0**-9
 
 
 def test_second_derivatives_too():
     def along(fun, w):
         gradient = jax.jit(jax.grad(functools.partial(fun, DATA)))
-        return np.asarray(n32(jax.jvp(gradient, (w,), (w,))[1]))
+        return flat(jax.jvp(gradient, (w,), (w,))[1])
 
     half = W.astype("bfloat16")
-    wanted = along(MAP, n32(half))
     found = along(autocast(MAP, "bfloat16"), half)
-    assert np.linalg.norm(found - wanted) < 0.01 * np.linalg.norm(wanted)
+    assert distance(found, along(MAP, n32(half))) < 0.01
 
 
 def test_devices_gather_a_matrix_and_add_up_its_gradient_in_half():
@@ -820,10 +822,6 @@ IN_HALF = [linen_lstm, linen_mlp, haiku_mlp, equinox_gru, branches, checked_rule
 def test_a_program_of_explicit_half_precision_is_no_worse_than_without(program):
     loss, params = program(DATA)
 
-    def flat(grads):
-        leaves = jax.tree.leaves(grads)
-        return np.concatenate([np.ravel(np.asarray(g, float)) for g in leaves])
-
     plain, cast = (
         jax.jit(jax.value_and_grad(f))(params, DATA)
         for f in (loss, autocast(loss, "bfloat16"))
@@ -832,9 +830,8 @@ def test_a_program_of_explicit_half_precision_is_no_worse_than_without(program):
     assert jax.tree.map(lambda x: x.dtype, cast[1]) == types
     assert cast[0].dtype == plain[0].dtype
     np.testing.assert_allclose(cast[0], plain[0], rtol=0.05)
-    wanted, found = flat(plain[1]), flat(cast[1])
     # Both have the roundings of half-precision programs, in other places.
-    assert np.linalg.norm(found - wanted) < 0.1 * np.linalg.norm(wanted)
+    assert distance(flat(cast[1]), flat(plain[1])) < 0.1
 
 
 def test_layers_that_compare_dtypes_take_half_precision_weights():

@@ -50,7 +50,7 @@ LABELS = {"w": "a", "b": "b"}
 # Parameters.
 
 # Those that differ most in what they do; all others are slow tests.
-TYPICAL = "adamw", "masked", "multi_steps", "sam", "set_to_zero"
+TYPICAL = "adamw", "masked", "sam"
 
 
 def rounded(x):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from autocast_hostile import HOSTILE, W, X
 from autocast_programs import PROGRAMS
-from helpers import count_traces
+from helpers import count_traces, slow
 from jax import lax
 from losses import cross_entropy, of_examples, squared_distances
 
@@ -51,7 +51,7 @@ def test_what_is_recommended_works_as_pasted():
     assert compare_gradients(half_loss, loss, *args).is_precise
 
 
-@pytest.mark.parametrize("setting", ["float32", "tensorfloat32"])
+@pytest.mark.parametrize("setting", ["float32", slow("tensorfloat32")])
 def test_products_are_those_of_autocast_whatever_precision_is_set(setting):
     """As `import dynamax` sets it, for what stays float32."""
 

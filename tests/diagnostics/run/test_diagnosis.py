@@ -260,8 +260,11 @@ FORMS = {
         jax.jit(fun), "float16", recompute=False
     ),
 }
-QUICK = [(fun, "float32") for fun in FORWARD] + [(fun, "autocast") for fun in BACKWARD]
-QUICK += [(masked_row, "not recomputed"), (norm_at_zero, "not recomputed")]
+QUICK = [(zero_by_zero, "float32"), (cast_beside_a_mask, "float32")]
+QUICK += [(masked_row, "not recomputed"), (row_of_a_constant, "autocast")]
+QUICK += [(in_a_reversed_scan, "float32"), (in_a_branch, "float32")]
+QUICK += [(norm_at_zero, "not recomputed"), (sqrt_in_a_checkpoint, "autocast")]
+QUICK += [(sqrt_in_a_scan, "float32"), (rule_of_a_custom_jvp, "autocast")]
 EACH_IN_EACH_FORM = by_name(QUICK, itertools.product(FORWARD + BACKWARD, FORMS))
 
 

@@ -11,6 +11,7 @@ import correctness
 import half_storage
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import optax
 import overhead
@@ -198,6 +199,17 @@ def test_minimal_programs_have_no_rows_of_what_they_are_not_made_for(monkeypatch
     layouts = {row.layout for row in rows}
     assert "head of 50,257 in 4 chunks" in layouts
     assert "head by log_softmax, TP" not in layouts  # one chip shares with no other
+
+
+def test_attention_that_divides_last_has_the_values_and_gradients_of_attention():
+    qkv = jax.random.normal(jax.random.key(0), (3, 2, 8, 3, 4))
+
+    def loss(attend):
+        return jax.value_and_grad(lambda qkv: jnp.sum(jnp.sin(attend(*qkv))))(qkv)
+
+    found, expected = loss(models.attend_divided_last), loss(models.attend)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    np.testing.assert_allclose(found[1], expected[1], atol=1e-5)
 
 
 def test_a_compiler_that_is_missing_is_named_with_its_extra(monkeypatch):

@@ -226,9 +226,9 @@ LARGE = {
     "resnet50-stage3": RESNET._replace(options={"share_casts": True}),
     "mixer8": mixer(8, 64, 256, 768),
     "gpt12-scan": transformer(GPT(12), scanned=True),
+    "gpt12-scan-host": transformer(GPT(12), scanned=True, policy=models.ON_THE_HOST),
     "gpt4": transformer(GPT(4)),
     "gpt4-V50257": transformer(Transformer(4)),
-    "gpt4-host": transformer(GPT(4), policy=models.ON_THE_HOST),
     "gpt4-divided-last": transformer(GPT(4), attention=models.attend_divided_last),
     "equinox4": equinox(GPT(4)),
 }

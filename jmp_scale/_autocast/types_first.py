@@ -107,16 +107,17 @@ class _Call:
 
     def with_names(self, text: str) -> str:
         """Returns a text with the names of arguments as `jax.jit` gives them."""
-        names = {}
+        names: dict[int, list[str]] = {}  # several, if an array is passed twice
         with contextlib.suppress(TypeError, ValueError):  # it has no signature
             signature = inspect.signature(self.__wrapped__)
             given = signature.bind(*self._args, **self._kwargs).arguments
             for name, value in given.items():
                 for path, leaf in jax.tree_util.tree_leaves_with_path(value):
-                    names[id(leaf)] = name + jax.tree_util.keystr(path)
+                    place = name + jax.tree_util.keystr(path)
+                    names.setdefault(id(leaf), []).append(place)
         for i, leaf in enumerate(self._leaves):
-            name = names.get(id(leaf), "an array of the function")
-            text = text.replace(f"arrays[{i}]", name)
+            left = names.get(id(leaf)) or ["an array of the function"]
+            text = text.replace(f"arrays[{i}]", left.pop(0))
         return text
 
     def returned(self, outputs: Arrays) -> PyTree:

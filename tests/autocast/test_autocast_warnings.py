@@ -224,10 +224,15 @@ def as_index(w, batch, *rest, scale=1.0):
     return [w][batch["n"]]
 
 
+def as_number(w, batch, *rest, scale=1.0):
+    return float(w.sum())
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("fun", [branching, as_numpy, as_integer, as_index])
+@pytest.mark.parametrize("fun", [branching, as_numpy, as_integer, as_index, as_number])
 def test_an_error_while_it_traces_names_function_and_argument_as_jit_does(fun, dtype):
-    args = W.astype(dtype), {"n": jnp.int32(0), "x": X}, {"y": W}
+    w = W.astype(dtype)
+    args = w, {"n": jnp.int32(0), "x": X}, {"y": w}
 
     def message(transformed):
         with pytest.raises((TypeError, jax.errors.ConcretizationTypeError)) as caught:

@@ -16,12 +16,20 @@ from jax import lax
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 LEAST = float(jnp.finfo(F32).min)
 ROWS = np.ones((8192, 2), np.float16)
+TABLE, LOGS = np.ones((512, 4), np.float32), np.ones((64, 512), np.float32)
+
+
+column = lambda h: h.astype(int)[:, None]  # noqa: E731
+rows = functools.partial(jnp.take, TABLE, axis=0)
+two_rows = functools.partial(lax.dynamic_slice_in_dim, TABLE, slice_size=2)
+
 
 # Faults of one line, by the dtype of the vector that they take.
 OF_FLOAT16 = {
     "sum_in_float16": lambda h: jnp.sum(jnp.tile(h, 100)),  # !half-sum
     "sum_of_many_in_float16": lambda h: jnp.tile(h, 2000).sum(),  # !half-sum:error
     "cumulative_sum": lambda h: jnp.cumsum(jnp.tile(h, 100))[-1],  # !half-sum
+    "tree": lambda h: lax.associative_scan(lax.add, jnp.tile(h, 99)),  # !half-sum
     "sum_with_a_mask": lambda h: jnp.sum(jnp.tile(h, 99), where=h[0] > 0),  # !half-sum
     "square": lambda h: h**2,  # !half-square
     "square_by_product": lambda h: h * h,  # !half-square
@@ -56,6 +64,13 @@ OF_BFLOAT16 = {
     "sum_of_many_in_bfloat16": lambda h: jnp.tile(h, 2000).sum(),  # !half-sum
     "exponential_in_bfloat16": lambda h: jnp.exp(h),  # !half-exp
     "logarithm_of_one_plus": lambda h: jnp.log1p(jnp.abs(h)),  # !half-exp
+    "rows": lambda h: rows(h.astype(int)),  # !half-integers
+    "rows_at_floors": lambda h: rows(jnp.floor(h).astype(int)),  # !half-integers
+    "rows_of_float32": lambda h: rows(h.astype(F32).astype(int)),  # !half-integers
+    "rows_to_add": lambda h: jnp.ones(512).at[h.astype(int)].add(1),  # !half-integers
+    "labels": lambda h: jnp.take_along_axis(LOGS, column(h), 1),  # !half-integers
+    "one_hot": lambda h: jax.nn.one_hot(h.astype(int), 512),  # !half-integers
+    "slice": lambda h: two_rows(h[0].astype(int)),  # !half-integers
     "least_in_bfloat16": lambda h: jnp.where(h > 0, h, LEAST),  # !half-constant
 }
 OF_FLOAT32 = {
@@ -145,7 +160,8 @@ def dtype_of(function):
 FAULTS = {
     name: (function, dtype_of(function))
     for name, function in list(globals().items())
-    if getattr(function, "__module__", "") == __name__ and name != "dtype_of"
+    if getattr(function, "__module__", "") == __name__
+    and name not in ("column", "dtype_of")
 }
 
 

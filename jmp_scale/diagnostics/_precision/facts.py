@@ -30,8 +30,10 @@ from .._source import Place
 
 SourceLine = tuple[str | None, int | None]
 INF = math.inf
+DISTINCT_INTEGERS = {"float16": 2048, "bfloat16": 256}
 _MOST_OF_A_MASK = 8
 _NUMBERS = ("float", "bfloat", "int", "uint")
+_ROUNDS = words("ceil clamp floor max min round")
 _ADDITIONS = ("add", "add_any", "sub", "scatter-add")
 _SLICE_GRADIENTS = words("dynamic_update_slice pad scatter scatter-add")
 _FLOATING = ("float", "bfloat", "complex")
@@ -52,7 +54,8 @@ class Fact:
     extreme: float = 0.0  # a constant that some are equal to, which float16 loses
     # Result if the other operand is 0: eps for x + eps; None without a constant.
     epsilon: float | None = None
-    summed: float = 0.0  # number of float32 elements summed
+    summed: float = 0.0  # number of elements summed in float32, or two by two in half
+    rounded_in: str = ""  # the half dtype from which they were cast to more, or ""
     maker: str = ""  # name of the operation that computed them
     varying: frozenset[Var] = frozenset()  # in the loops around, that it depends on
     # The carries of which it is `a * carry + b`, with a number `a`
@@ -158,6 +161,7 @@ def join(a: Fact, b: Fact) -> Fact:
         extreme=a.extreme or b.extreme,
         epsilon=None,
         summed=max(a.summed, b.summed),
+        rounded_in=a.rounded_in or b.rounded_in,
         maker="",
         sums={v: a.sums[v] or b.sums[v] for v in a.sums if v in b.sums},
     )
@@ -170,7 +174,24 @@ def transfer(equation: Equation) -> list[Fact]:
     if len(eqn.outvars) != 1:
         return [of_type(v) for v in eqn.outvars]
     maker = facts[0].maker if name in SAME_ENTRIES else name
-    return [replace(rule(eqn, *facts), maker=maker, sums=_sums(equation))]
+    fact = replace(rule(eqn, *facts), maker=maker, sums=_sums(equation))
+    half = _rounded_in(equation)
+    # The dtype represents all integers in these bounds.
+    is_exact = fact.magnitude <= DISTINCT_INTEGERS.get(half, 0)
+    return [replace(fact, rounded_in="" if is_exact else half)]
+
+
+def _rounded_in(equation: Equation) -> str:
+    """Returns the half dtype in which floats were held that became these numbers."""
+    name, ins = equation.name, equation.ins
+    casts = name == "convert_element_type" and not is_half(equation.result)
+    if casts and is_half(equation.source):
+        return equation.source
+    if name in SAME_ENTRIES:
+        ins = ins[:1]  # not the indices of a gather
+    elif not (name in _ROUNDS or is_integer(equation.result)):
+        return ""
+    return next((fact.rounded_in for fact in ins if fact.rounded_in), "")
 
 
 def _sums(equation: Equation) -> dict[Var, Equation | None]:
@@ -284,6 +305,20 @@ def _mul(eqn: JaxprEqn, x: Fact, y: Fact) -> Fact:
     return _computed(np.multiply, eqn, x, y)
 
 
+def _add(eqn: JaxprEqn, x: Fact, y: Fact) -> Fact:
+    fact = _computed(np.add, eqn, x, y)
+    is_sum = is_half(dtype_name(eqn.outvars[0]))
+    return replace(fact, summed=summed_in_half(x, y)) if is_sum else fact
+
+
+def summed_in_half(x: Fact, y: Fact) -> float:
+    """Returns how many entries of half precision are in the sum of two arrays."""
+    # `associative_scan` adds arrays padded with zeros, to put them together.
+    if x.maker == y.maker == "pad":
+        return max(x.summed, y.summed)
+    return max(x.summed, 1.0) + max(y.summed, 1.0)
+
+
 def _power(eqn: JaxprEqn, x: Fact) -> Fact:
     exponent = eqn.params["y"]
     if exponent < 2:  # no rule needs bounds of 1/x
@@ -313,7 +348,6 @@ def _sum(eqn: JaxprEqn, x: Fact) -> Fact:
 
 _FUNCTIONS: dict[str, Function] = {
     "abs": np.abs,
-    "add": np.add,
     "add_any": np.add,
     "clamp": lambda low, x, high: np.clip(x, low, high),
     "convert_element_type": np.positive,
@@ -337,6 +371,7 @@ _RULES: dict[str, Callable[..., Fact]] = {
     **{name: functools.partial(_computed, fun) for name, fun in _FUNCTIONS.items()},
     **dict.fromkeys(_JOINS, _joined),
     **dict.fromkeys(["erf", "sign", "sin", "cos"], lambda eqn, x: Fact(-1.0, 1.0)),
+    "add": _add,
     "cumsum": lambda eqn, x: join(_sum(eqn, x), x),
     "iota": lambda eqn: Fact(0.0, shape(eqn.outvars[0])[eqn.params["dimension"]] - 1.0),
     "integer_pow": _power,

@@ -15,7 +15,9 @@ from ..._policy import is_half
 from .._source import Place
 from .._tables import printed
 from .facts import (
+    DISTINCT_INTEGERS,
     Equation,
+    Fact,
     SourceLine,
     entries_added,
     flops,
@@ -24,13 +26,14 @@ from .facts import (
     is_narrow,
     operand_dtypes,
     rounded,
+    summed_in_half,
     transfer,
 )
 
 FLOAT16_MAX = 65504
 _LONG = 4096
-_DISTINCT_INTEGERS = {"float16": 2048, "bfloat16": 256}
 _UNKNOWN_EXTENT = 2**31 - 1  # of int32 and wider
+_COMPARISONS = words("eq ge gt le lt ne")
 _COLLECTIVES = ("psum", "reduce_scatter", "all_reduce", "unreduced_psum")
 _EXPONENTIALS = words("exp exp2 expm1 log log1p pow cumlogsumexp")
 _OVERFLOWING = words("exp exp2 expm1 pow")
@@ -121,6 +124,8 @@ def _half_sum(equation: Equation) -> Iterator[Fault]:
     count = equation.ins[0].summed if narrows and not equation.backward else 0
     if is_half(equation.source):
         count = entries_added(equation.eqn)
+        if equation.name == "add":
+            count = summed_in_half(*equation.ins)
     if count < _LONG or not is_half(dtype):
         return
     harms = ["overflows at 65,504"] if dtype == "float16" else []
@@ -151,9 +156,10 @@ def _half_collective(equation: Equation) -> Iterator[Fault]:
 
 def _half_integers(equation: Equation) -> Iterator[Fault]:
     if equation.name not in ("iota", "convert_element_type"):
+        yield from _half_indices(equation)
         return
     (fact,) = equation.ins or transfer(equation)
-    limit = _DISTINCT_INTEGERS.get(equation.result, math.inf)
+    limit = DISTINCT_INTEGERS.get(equation.result, math.inf)
     if fact.single is not None or not limit < fact.magnitude < _UNKNOWN_EXTENT:
         return
     # The points of linspace are not integers.
@@ -165,6 +171,38 @@ def _half_integers(equation: Equation) -> Iterator[Fault]:
             f"which tells them apart only up to {limit:,}; keep them integers or "
             "compute in float32",
         )
+
+
+def _half_indices(equation: Equation) -> Iterator[Fault]:
+    for index, entries in _indexed(equation):
+        dtype = index.rounded_in
+        limit = DISTINCT_INTEGERS.get(dtype, math.inf)
+        if limit < entries:
+            yield (
+                "error",
+                f"numbers that were {dtype} choose among {entries:,} entries, and "
+                f"{dtype} tells integers apart only up to {limit:,}; do not cast "
+                "positions, labels and coordinates with the rest of a batch",
+            )
+
+
+def _indexed(equation: Equation) -> Iterator[tuple[Fact, int]]:
+    """Yields indices, and the number of entries that they choose among."""
+    name, ins = equation.name, equation.ins
+    sizes = shape(equation.eqn.invars[0]) if ins else ()
+    numbers = equation.eqn.params.get("dimension_numbers")
+    axes = getattr(numbers, "start_index_map", ())
+    axes = axes or getattr(numbers, "scatter_dims_to_operand_dims", ())
+    if axes:  # which column of the indices is of which axis is not known
+        yield ins[1], min(sizes[axis] for axis in axes)
+    elif name == "dynamic_slice":
+        yield from zip(ins[1:], sizes, strict=True)
+    elif name == "dynamic_update_slice":
+        yield from zip(ins[2:], sizes, strict=True)
+    elif name in _COMPARISONS:  # with a count, as in `jax.nn.one_hot`
+        for index, count in (ins, ins[::-1]):
+            if count.maker == "iota" and count.magnitude < _UNKNOWN_EXTENT:
+                yield index, int(count.high) + 1
 
 
 def _half_square(equation: Equation) -> Iterator[Fault]:

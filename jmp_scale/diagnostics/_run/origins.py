@@ -1,7 +1,7 @@
 """Finds the operation that gave the first NaN or infinity of a traced program."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -150,11 +150,26 @@ def _at(place: Place) -> str:
 
 def _place(eqn: core.JaxprEqn, eqns: Sequence[core.JaxprEqn], outer: Place) -> Place:
     """Returns an equation's line; for a cast of `autocast`, that of a neighbor."""
-    ins, outs = set(_jaxpr.variables(eqn.invars)), set(eqn.outvars)
-    readers = [e for e in eqns if outs & set(_jaxpr.variables(e.invars))]
+    ins = set(_jaxpr.variables(eqn.invars))
     read = [e for e in eqns if ins & set(e.outvars)]
-    places = [place_of(e, Place()) for e in (eqn, *readers, *read)]
+    near = eqn, *_readers(set(eqn.outvars), eqns), *read
+    places = [place_of(e, Place()) for e in near]
     return next((p for p in places if p.file), place_of(eqn, outer))
+
+
+def _readers(
+    read: set[core.Var], eqns: Sequence[core.JaxprEqn]
+) -> Iterator[core.JaxprEqn]:
+    """Yields the equations that read one of these variables, those in calls too."""
+    for eqn in eqns:
+        if read.isdisjoint(_jaxpr.variables(eqn.invars)):
+            continue
+        yield eqn
+        for program, places in _jaxpr.bodies(eqn):
+            inner = _jaxpr.bare(program)
+            pairs = zip(inner.invars, places, strict=True)
+            given = {v for v, i in pairs if eqn.invars[i] in [*read]}
+            yield from _readers(given, inner.eqns)
 
 
 def _in_nested(

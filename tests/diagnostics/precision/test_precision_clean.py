@@ -121,6 +121,42 @@ def test_a_gated_state_is_no_average(policy):
     assert_clean(loss, {"h": array(32, 64), "x": array(8, 64)}, array(16, 4, 8))
 
 
+@pytest.mark.parametrize(
+    "choose",
+    {
+        "a short axis": lambda h, t: t[:200][h.astype(int)],
+        "few codes": lambda h, t: t[jnp.clip(h, 0, 15).astype(int)],
+        "few integers": lambda h, t: t[jnp.clip(h.astype(int), 0, 99)],
+        "an argmax": lambda h, t: t[jnp.argmax(h)],
+        "integers of a table": lambda h, t: t[
+            jnp.arange(512)[jnp.clip(h, 0, 99).astype(int)]
+        ],
+        "a mask": lambda h, t: jnp.where(jnp.arange(512)[:8] < 4, h[0], 0),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_indices_that_half_precision_tells_apart(choose):
+    def loss(table, x):
+        chosen = choose[1](x.astype("bfloat16"), table)
+        return jnp.mean(chosen.astype(F32))
+
+    assert_clean(loss, array(512, 4), array(8), half_share=0)
+
+
+def test_many_residual_blocks_and_a_gated_scan_are_no_sum():
+    def gated(a, b):
+        return a[0] * b[0], b[0] * a[1] + b[1]
+
+    def loss(w, x):
+        h, w = x.astype("bfloat16"), w.astype("bfloat16")
+        for _ in range(20):
+            h = h + jnp.tanh(h @ w)
+        _, h = lax.associative_scan(gated, (jax.nn.sigmoid(h), h))
+        return jnp.mean(h.astype(F32))
+
+    assert_clean(loss, array(8, 8), array(8192, 8))
+
+
 def test_the_activations_of_jax_nn(policy):
     functions = [
         jax.nn.celu, jax.nn.elu, jax.nn.gelu, jax.nn.hard_swish, jax.nn.hard_tanh,

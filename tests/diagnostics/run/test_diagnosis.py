@@ -56,6 +56,21 @@ def test_the_leaf_that_overflows_first_as_the_scale_grows_is_named():
     assert (diagnosis.path, diagnosis.finite_at_log2) == ("['b']", 31)
 
 
+def test_an_input_beyond_float16_has_the_line_that_multiplies_it():
+    def loss(w, x):
+        return jnp.mean((x @ w - 1) ** 2)  # this line
+
+    lines, first = inspect.getsourcelines(loss)
+    line = first + next(i for i, text in enumerate(lines) if "this line" in text)
+    x = jnp.ones((8, 4)).at[0, 0].set(1e5)
+    for recompute in (True, False):
+        half = jmp_scale.autocast(loss, "float16", recompute=recompute)
+        diagnosis = diagnose(half, 8, jnp.ones((4, 2)), x)
+        assert diagnosis.cause == "forward"
+        end = f"a cast to float16 gave infinity at {__file__}:{line}"
+        assert diagnosis.operation == end
+
+
 def test_an_argument_that_is_not_finite_is_named():
     def loss(params, batch):
         return (params["w"] * batch["x"]).sum(), None

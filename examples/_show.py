@@ -204,7 +204,7 @@ def diagnosis(path, report, falls, stays):
     panels = [
         lambda ax: plotting.plot_gradients(report, ax=ax),
         history("An overflow in the forward pass sends S to its floor", falls),
-        history("One NaN image leaves S as it is", stays),
+        history("Batches with a NaN image do not lower S", stays),
     ]
     figure(path, panels, letters=True)
 

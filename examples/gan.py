@@ -66,7 +66,7 @@ def main(argv=None):
     (generator, _), records = _show.scan(train_step, players, batches)
     _show.players(records)
     noise = jax.random.normal(jax.random.key(1), (5, 8, 16))
-    samples = {str(i): generate(generator[0], x) for i, x in enumerate(noise)}
+    samples = {f"row {i + 1}": generate(generator[0], x) for i, x in enumerate(noise)}
     scales = {name: x["S"] for name, x in records.items()}
     panels = [
         _show.images("Samples of the generator", samples),

@@ -66,7 +66,9 @@ def main(argv=None):
     _show.table(header, rows)
     panels = [
         _show.scales("A NaN image drives S down", scales),
-        _show.curves("... and gradients to 0", "zero gradient entries (%)", zeros),
+        _show.curves(
+            "... and more gradients are 0", "zero gradient entries (%)", zeros
+        ),
     ]
     _show.figure(args.out / "nan_image.png", panels)
 

@@ -101,7 +101,7 @@ def plot_gradients(comparison: GradientComparison, ax: Axes | None = None) -> Ax
     ax.barh(range(len(leaves)), errors, 0.72, color=colors, zorder=3)
     ax.set_yticks(range(len(leaves)), [leaf_name(leaf.path) for leaf in leaves])
     s = _power(np.log2(comparison.loss_scale))
-    xlabel = f"error of the gradient at S = {s} (red: lost or not finite)"
+    xlabel = f"error of the gradient at S = {s} (orange: lost or not finite)"
     ax.set(xlim=(0, 1), xlabel=xlabel, title="Gradient in half precision")
     if comparison.window:
         low, high, start = (_power(np.log2(s)) for s in comparison.window)

@@ -4,7 +4,7 @@ docs/precision.md has the table of the rules, with programs and remedies.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from jax.extend.core import Var
@@ -189,7 +189,7 @@ def _half_indices(equation: Equation) -> Iterator[Fault]:
 def _indexed(equation: Equation) -> Iterator[tuple[Fact, int]]:
     """Yields indices, and the number of entries that they choose among."""
     name, ins = equation.name, equation.ins
-    sizes = shape(equation.eqn.invars[0]) if ins else ()
+    sizes: Sequence[int] = shape(equation.eqn.invars[0]) if ins else []
     numbers = equation.eqn.params.get("dimension_numbers")
     axes = getattr(numbers, "start_index_map", ())
     axes = axes or getattr(numbers, "scatter_dims_to_operand_dims", ())

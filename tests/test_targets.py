@@ -132,7 +132,7 @@ def test_a_train_step_moves_and_launches_little_more(name, dtype):
     assert scaled.bytes_accessed / unscaled.bytes_accessed <= limit
     if name == "h100":
         assert scaled.kernels / unscaled.kernels <= 1.15
-    assert scaled.cycles <= 1.18 * unscaled.cycles
+    assert scaled.cycles <= 1.2 * unscaled.cycles
     assert (scaled.conditionals, scaled.transfers) == (0, 0)
 
 

@@ -294,7 +294,9 @@ class Interpreter:
         # Devices then add up its gradient in half precision.
         wide = wide.astype(half.dtype) if values.reading.is_sent(eqn) else wide
         wide, half = (_jaxpr.evaluate(eqn, [x, *others])[0] for x in (wide, half))
-        return Stored(wide.astype(jnp.float32), half, is_constant)
+        # The wide one is moved for its gradient alone: its value is that of the other.
+        wide, value = (x.astype(jnp.float32) for x in (wide, half))
+        return Stored(with_value(wide, value), half, is_constant)
 
     def _inputs(self, eqn: JaxprEqn, values: Values) -> list[Any]:
         """Returns the operands of an equation.

@@ -172,7 +172,8 @@ def _reduce(reduction: _Reduction, arrays: Arrays) -> Arrays:
         return parts[: len(blocks[0]) - (rule is not reduction)]
 
     def alone(groups: list[Arrays]) -> Arrays:
-        return lax.platform_dependent(groups, cpu=on_cpu, default=on_any)
+        # A TPU fuses the reduction of an array by itself with what computes the array.
+        return lax.platform_dependent(groups, cpu=on_cpu, tpu=sharded, default=on_any)
 
     def sharded(groups: list[Arrays]) -> Arrays:
         blocks = [_one_by_one(reduction, group) for group in groups]

@@ -31,7 +31,7 @@ import numpy as np
 from _blocks import BLOCKS
 from _harness import MEMORY, Table
 from _tables import compared
-from compilers import AS_WRITTEN, figures, options, targets
+from compilers import AS_WRITTEN, figures, options, targets, with_cudnn
 from models import Model
 from models.catalog import DEEP, LARGE, SMALL
 from tqdm import tqdm
@@ -129,7 +129,8 @@ def _compiled_for(target: str, half: Any, model: str, program: str) -> dict[str,
     where = targets.Target(target)
     placed = where.replicated(types(COMPILED[model]))
     loss = PROGRAMS[program](COMPILED[model], half)
-    lowered = jax.jit(jax.value_and_grad(loss)).lower(*placed)
+    with with_cudnn():
+        lowered = jax.jit(jax.value_and_grad(loss)).lower(*placed)
     start = time.process_time()
     compiled = lowered.compile(compiler_options=options(where))
     seconds = time.process_time() - start
@@ -199,8 +200,9 @@ def types(model: Model) -> Any:
 def _parser() -> Any:
     parser = _harness.parser(__doc__)
     usual = [name for name in PROGRAMS if "=" not in name]
+    of_all = [name for name in MODELS if "cudnn" not in name]
     for flag, choices, default, text in (
-        ("--models", MODELS, MODELS, "compiled, traced or computed"),
+        ("--models", MODELS, of_all, "compiled, traced or computed"),
         ("--programs", PROGRAMS, usual, "of each"),
         ("--dtypes", HALF, ["bf16"], "half-precision dtypes"),
         ("--targets", targets.TARGETS, ["h100", "tpu-v5e"], "machines"),

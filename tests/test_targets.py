@@ -2,7 +2,6 @@
 
 import functools
 import re
-from unittest import mock
 
 import compilers
 import jax
@@ -202,18 +201,12 @@ def test_a_step_exported_for_three_machines_is_the_one_compiled_for_each(name):
 
 @compiles_for("h100")
 def test_in_half_reaches_the_fused_attention_of_cudnn(name):
-    """JAX asks the GPU at hand what it can; there is none here."""
     attend = functools.partial(
         jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"
     )
     loss = lambda w, x: jnp.mean(jmp_scale.in_half(attend)(x @ w, x, x) ** 2)  # noqa: E731
     args = targets.Target(name).replicated((leaf(64, 64), leaf(2, 128, 4, 64)))
-    answers = {
-        "check_cudnn_version": lambda: 90700,
-        "check_compute_capability": lambda _: True,
-        "is_cuda_compute_capability_equal": lambda _: False,
-    }
-    with mock.patch.multiple("jax._src.cudnn.fused_attention_stablehlo", **answers):
+    with compilers.with_cudnn():
         with pytest.raises(NotImplementedError, match="got float32"):
             jax.jit(loss).lower(*args)
         half = jmp_scale.autocast(loss, "bfloat16")

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import optax
 from jax.ad_checkpoint import checkpoint_name
 
+import jmp_scale
+
 # The inputs of checkpoints wait in the host's memory.
 ON_THE_HOST = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[],
@@ -136,6 +138,11 @@ def attend(q, k, v):
     """Causal, of queries, keys and values (batch, position, head, width)."""
     share = jax.nn.softmax(_scores(q, k)).astype(q.dtype)
     return jnp.einsum("bhqk,bkhd->bqhd", share, v)
+
+
+@jmp_scale.in_half
+def cudnn_attention(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
 
 def attend_divided_last(q, k, v):

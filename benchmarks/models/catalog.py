@@ -229,6 +229,8 @@ LARGE = {
     "gpt12-scan-host": transformer(GPT(12), scanned=True, policy=models.ON_THE_HOST),
     "gpt4": transformer(GPT(4)),
     "gpt4-V50257": transformer(Transformer(4)),
+    # On an H100 alone; there is no float32 program of it.
+    "gpt4-V50257-cudnn": transformer(Transformer(4), attention=models.cudnn_attention),
     "gpt4-divided-last": transformer(GPT(4), attention=models.attend_divided_last),
     "equinox4": equinox(GPT(4)),
 }

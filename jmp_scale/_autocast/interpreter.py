@@ -294,9 +294,10 @@ class Interpreter:
         # Devices then add up its gradient in half precision.
         wide = wide.astype(half.dtype) if values.reading.is_sent(eqn) else wide
         wide, half = (_jaxpr.evaluate(eqn, [x, *others])[0] for x in (wide, half))
-        # The wide one is moved for its gradient alone: its value is that of the other.
-        wide, value = (x.astype(jnp.float32) for x in (wide, half))
-        return Stored(with_value(wide, value), half, is_constant)
+        wide = wide.astype(jnp.float32)
+        if eqn.primitive.name == "gather":  # devices send rows once, in half precision
+            wide = with_value(wide, half.astype(jnp.float32))
+        return Stored(wide, half, is_constant)
 
     def _inputs(self, eqn: JaxprEqn, values: Values) -> list[Any]:
         """Returns the operands of an equation.

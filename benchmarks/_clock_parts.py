@@ -15,14 +15,14 @@ import models
 import optax
 from _clock import Clock, Programs, gradient, step
 from _clock_models import lstm, nnx_transformer, torch_step
+from autocast import HALF, SAVED, by_autocast, by_hand
 from models import Model, Transformer, catalog, transformer
 from models.minimal import MINIMAL, PROGRAMS
 
 import jmp_scale
 from jmp_scale import diagnostics
 
-HALF = {"bf16": jnp.bfloat16, "f16": jnp.float16}
-SAVED = jax.checkpoint_policies.dots_saveable
+BF16, F16 = HALF.values()
 
 
 class Sizes(NamedTuple):
@@ -72,15 +72,6 @@ SIZES = {
 }
 
 
-def _float32(model: Model) -> Any:
-    return lambda params, batch: model.loss(params, batch, None, False)
-
-
-def _by_hand(model: Model, half: str = "bf16") -> Any:
-    """The cast that a user writes: parameters and inputs, with float32 norms."""
-    return lambda params, batch: model.loss(params, batch, HALF[half], False)
-
-
 def _all_by_hand(model: Model) -> Any:
     def loss(params: Any, batch: Any) -> Any:
         with mock.patch.object(models, "wide", lambda x: x):  # norms and loss, too
@@ -89,16 +80,11 @@ def _all_by_hand(model: Model) -> Any:
     return loss
 
 
-def _autocast(model: Model, half: str = "bf16", **options: Any) -> Any:
-    loss = _float32(model)
-    return jmp_scale.autocast(loss, HALF[half], **model.options | options)
-
-
 def _usual(model: Model) -> dict[str, Any]:
     return {
-        "float32": _float32(model),
-        "by hand": _by_hand(model),
-        "autocast": _autocast(model),
+        "float32": by_hand(model, None),
+        "by hand": by_hand(model, BF16),
+        "autocast": by_autocast(model, BF16),
     }
 
 
@@ -111,11 +97,13 @@ def _gradients(clock: Clock, title: str, model: Model, losses: dict[str, Any]) -
 def _gpt4(clock: Clock, sizes: Sizes) -> None:
     model = transformer(sizes.gpt)
     others = {
-        "autocast f16": _autocast(model, "f16"),
-        "by hand f16": _by_hand(model, "f16"),
-        "autocast, recompute=False": _autocast(model, recompute=False),
-        "autocast, float32_results=head": _autocast(model, float32_results="head"),
-        "by hand, dots_saveable": jax.checkpoint(_by_hand(model), policy=SAVED),
+        "autocast f16": by_autocast(model, F16),
+        "by hand f16": by_hand(model, F16),
+        "autocast, recompute=False": by_autocast(model, BF16, recompute=False),
+        "autocast, float32_results=head": by_autocast(
+            model, BF16, float32_results="head"
+        ),
+        "by hand, dots_saveable": jax.checkpoint(by_hand(model, BF16), policy=SAVED),
         "all by hand": _all_by_hand(model),
     }
     _gradients(clock, "gpt4", model, _usual(model) | others)
@@ -184,11 +172,11 @@ def _attention(clock: Clock, sizes: Sizes) -> None:
         for attention in (None, fused, jmp_scale.in_half(fused))
     )
     losses = {
-        "by hand": _by_hand(model),
-        "autocast": _autocast(model),
-        "by hand, cudnn": _by_hand(by_cudnn),
-        "autocast, in_half(cudnn)": _autocast(marked),
-        "autocast f16, in_half(cudnn)": _autocast(marked, "f16"),
+        "by hand": by_hand(model, BF16),
+        "autocast": by_autocast(model, BF16),
+        "by hand, cudnn": by_hand(by_cudnn, BF16),
+        "autocast, in_half(cudnn)": by_autocast(marked, BF16),
+        "autocast f16, in_half(cudnn)": by_autocast(marked, F16),
     }
     _gradients(clock, "attention", model, losses)
 
@@ -200,8 +188,12 @@ def _steps_of(model: Model) -> dict[str, Callable[[Any], Any]]:
     def by(make: Any, loss: Any, **options: Any) -> Callable[[Any], Any]:
         return lambda params: make(loss, tx, params, **options)
 
-    auto, hand, wide = _autocast(model), _by_hand(model), _float32(model)
-    auto_f16, hand_f16 = _autocast(model, "f16"), _by_hand(model, "f16")
+    auto, hand, wide = (
+        by_autocast(model, BF16),
+        by_hand(model, BF16),
+        by_hand(model, None),
+    )
+    auto_f16, hand_f16 = by_autocast(model, F16), by_hand(model, F16)
     guard = jmp_scale.SpikeGuard()
     return {
         "float32": by(_steps.unscaled, wide),
@@ -383,11 +375,11 @@ def _advice(clock: Clock, sizes: Sizes) -> None:
     losses = _usual(model)
     for half in HALF:
         found = diagnostics.compare_speed(
-            _autocast(model, half), losses["float32"], params, batch
+            by_autocast(model, HALF[half]), losses["float32"], params, batch
         )
         low, high = found.gain_range
         clock.say(title="compare_speed", name=half, gain=found.gain, low=low, high=high)
-    losses["autocast f16"] = _autocast(model, "f16")
+    losses["autocast f16"] = by_autocast(model, F16)
     del losses["by hand"]
     _gradients(clock, "beside compare_speed", model, losses)
 

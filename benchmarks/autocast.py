@@ -47,7 +47,7 @@ BYTES = "bytes, GB"
 SAVED = jax.checkpoint_policies.dots_saveable
 
 
-def _by_hand(model: Model, half: Any, checkpointed: bool = False) -> Any:
+def by_hand(model: Model, half: Any, checkpointed: bool = False) -> Any:
     return lambda params, batch: model.loss(params, batch, half, checkpointed)
 
 
@@ -57,24 +57,26 @@ def _returning_half(model: Model, half: Any) -> Any:
     return jmp_scale.autocast(loss, half)
 
 
-def _autocast(model: Model, half: Any, checkpointed: bool = False, **options: Any):
-    loss = _by_hand(model, None, checkpointed)
+def by_autocast(model: Model, half: Any, checkpointed: bool = False, **options: Any):
+    loss = by_hand(model, None, checkpointed)
     return jmp_scale.autocast(loss, half, **model.options, **options)
 
 
 # Losses of a model and a dtype. A checkpoint is around each block.
 PROGRAMS = {
-    "by hand": _by_hand,
-    "by hand, checkpoint": functools.partial(_by_hand, checkpointed=True),
-    "float32": lambda model, half: _by_hand(model, None),
-    "autocast": _autocast,
-    "autocast, checkpoint": functools.partial(_autocast, checkpointed=True),
-    "autocast, recompute=False": functools.partial(_autocast, recompute=False),
+    "by hand": by_hand,
+    "by hand, checkpoint": functools.partial(by_hand, checkpointed=True),
+    "float32": lambda model, half: by_hand(model, None),
+    "autocast": by_autocast,
+    "autocast, checkpoint": functools.partial(by_autocast, checkpointed=True),
+    "autocast, recompute=False": functools.partial(by_autocast, recompute=False),
     "autocast, float32_results=head": functools.partial(
-        _autocast, float32_results="head"
+        by_autocast, float32_results="head"
     ),
     "autocast, result=half": _returning_half,  # of blocks
-    "autocast, dots_saveable": lambda *of: jax.checkpoint(_autocast(*of), policy=SAVED),
+    "autocast, dots_saveable": lambda *of: jax.checkpoint(
+        by_autocast(*of), policy=SAVED
+    ),
 }
 
 
@@ -173,7 +175,7 @@ def _exact(model: str) -> Any:
         wide = jax.tree.map(
             lambda x: x.astype(float) if x.dtype == np.float32 else x, problems
         )
-        return problems, _gradients(_by_hand(SMALL[model], None), wide)
+        return problems, _gradients(by_hand(SMALL[model], None), wide)
 
 
 def _gradients(loss: Any, problems: Sequence[Any]) -> np.ndarray:

@@ -47,7 +47,8 @@ def _in_process(part: str, args: argparse.Namespace, end: float) -> bool:
     try:
         return subprocess.run(command, timeout=limit + _GRACE).returncode == 0
     except subprocess.TimeoutExpired:
-        print(f"{part} was cut off", file=sys.stderr, flush=True)
+        text = f"{part} was cut off; --slower {4 * args.slower:g} gives it more time"
+        print(text, file=sys.stderr, flush=True)
         return False
 
 

@@ -19,6 +19,10 @@ from ._validation import described
 
 T = TypeVar("T")
 
+# Whether `value_and_grad` differentiates unscaled; None outside of it. It is a context
+# of JAX, part of the key by which `jit` finds an earlier trace.
+UNSCALED = jax.make_user_context(None)
+
 # The types of flags and counters, which say their dtype and what they start at.
 FlagField = Annotated[jax.Array, np.bool_(True)]
 CountField = Annotated[jax.Array, np.int32(0)]

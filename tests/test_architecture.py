@@ -26,7 +26,6 @@ TESTED_BY = {
     "_autocast.values": ("autocast/test_types_first", "sums are those of programs"),
     "_processor": ("test_machine", "the command says what the processor has"),
     "_pytree": ("scaling/test_loss_scale", "fields are those of loss scales"),
-    "_contexts": ("scaling/test_gradients", "value_and_grad sets them"),
     "_state": ("scaling/test_transform", "a state is what the transformation returns"),
     "__main__": ("test_machine", "a command prints what is measured"),
     "_flax": ("test_linen", "serialization is that of Flax"),

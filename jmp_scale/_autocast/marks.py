@@ -15,8 +15,8 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
-from .._contexts import UNSCALED
 from .._jaxpr import Program, bare, name_of_call, shape, subjaxprs, variables
+from .._state import UNSCALED
 from .._tree import is_module
 from .._validation import callers, require_callable
 from .derivatives import with_value

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._contexts import UNSCALED
-from .._state import LossScale
+from .._state import UNSCALED, LossScale
 from .._tree import is_inexact, map_gradients, promote_to_float32
 from .._types import Function, PyTree
 from .._validation import described, require_callable, warn

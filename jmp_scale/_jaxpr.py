@@ -65,7 +65,7 @@ SAME_ENTRIES = REARRANGES | words("""
 LINEAR = REARRANGES | words("""
     add add_any broadcast_in_dim concatenate conj convert_element_type dynamic_slice
     gather imag name neg optimization_barrier pad pbroadcast pick pvary real reduce_sum
-    reshard round_gradient select_n slice split stack stop_gradient sub tile
+    reshard select_n slice split stack stop_gradient sub tile
 """)
 # The result counts as a parameter if an operand is a parameter. `autocast` asks it for
 # a vector times a matrix: with a parameter it is one row of a batch.

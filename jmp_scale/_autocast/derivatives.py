@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import jax
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -32,6 +33,17 @@ def noting(note: Callable[[], None], x: jax.Array) -> jax.Array:
 def _noted(note: Callable[[], None], primals: Any, tangents: Any) -> Any:
     note()
     return noting(note, *primals), *tangents
+
+
+class Replacement(Primitive):
+    """An equation that `autocast` puts into a program; JAX sees what `fun` binds."""
+
+    def __init__(self, name: str, fun: Callable[..., jax.Array]) -> None:
+        super().__init__(name)
+        self._fun = fun
+
+    def bind(self, *operands: jax.Array, **params: Any) -> jax.Array:
+        return self._fun(*operands, **params)
 
 
 no_tangent = SymbolicZero.from_primal_value

@@ -18,12 +18,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
 
 from .. import _jaxpr
 from .._jaxpr import Atom, JaxprEqn, Var
 from .._types import Leaf
-from .derivatives import linear
+from .derivatives import Replacement, linear
 
 Maker = Callable[[Atom], JaxprEqn | None]
 _MODES = "CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS"
@@ -71,7 +70,7 @@ def as_pick(eqn: JaxprEqn, maker_of: Maker, constants: Mapping[Var, Leaf]) -> Ja
     """
     pick = _pick_of(eqn, maker_of, constants)
     params = {"pick": pick}
-    return eqn.replace(primitive=_pick_p, params=params) if pick else eqn
+    return eqn.replace(primitive=_PICK, params=params) if pick else eqn
 
 
 def _pick_of(
@@ -173,16 +172,6 @@ def _in_numpy(eqn: JaxprEqn, operands: Sequence[np.ndarray]) -> np.ndarray | Non
     return _NUMPY[name](*operands).reshape(shape) if name in _NUMPY else None
 
 
-class _Pick(Primitive):
-    """A comparison in a program that `autocast` reads; JAX sees what it binds."""
-
-    def bind(self, x: jax.Array, indices: jax.Array, *, pick: Pick) -> jax.Array:
-        return picked(x, indices, pick)
-
-
-_pick_p = _Pick("pick")
-
-
 def picked(x: jax.Array, indices: jax.Array, pick: Pick) -> jax.Array:
     """Picks entries of `x`, whose derivative saves the indices alone."""
     rows = [n for axis, n in enumerate(x.shape) if axis != pick.axis]
@@ -198,6 +187,9 @@ def picked(x: jax.Array, indices: jax.Array, pick: Pick) -> jax.Array:
     order = np.argsort(pick.dimensions)
     shape = [indices.shape[d] for d in pick.dimensions]
     return found.reshape(shape).transpose(order).reshape(pick.shape)
+
+
+_PICK = Replacement("pick", picked)
 
 
 def _entries(labels: jax.Array, x: jax.Array, axis: int) -> jax.Array:

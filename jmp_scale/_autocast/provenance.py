@@ -15,7 +15,7 @@ from .. import _jaxpr, _jaxpr_rewrite
 from .._jaxpr import Atom, Jaxpr, JaxprEqn, Var, dtype_name, is_float32, variables
 from .._policy import is_half
 from .._types import Leaf
-from .biases import MOVES, is_bias_sum, read_by_expensive, rounding_of
+from .biases import MOVES, is_bias_sum, sizes_of_expensive, with_rounding
 from .picks import as_pick, has_picks, may_pick
 from .products import (
     Fate,
@@ -135,10 +135,9 @@ class Reading:
         self.names: dict[Var, str] = {}
         self._maker: dict[Var, Step] = {}
         self._tables = _tables_of(self.jaxpr)
-        self._near_expensive = read_by_expensive(self.jaxpr)
+        self._expensive = sizes_of_expensive(self.jaxpr)
         for eqn in self.jaxpr.eqns:
-            for each in self._with_rounding(eqn):
-                self._add(self._step(self._without_name(each)))
+            self._add(self._step(self._with_rounding(self._without_name(eqn))))
         self._drop_unread_steps()
         # Float32 variables whose half-precision copies are exact, and of these the ones
         # of which all operations read one cast.
@@ -155,8 +154,8 @@ class Reading:
         self._maker.update(dict.fromkeys(step.outvars, step))
         self.provenance.update(dict.fromkeys(step.outvars, self._provenance(step)))
 
-    def _with_rounding(self, eqn: JaxprEqn) -> list[JaxprEqn]:
-        """Returns the equation, and one that rounds the gradient of a bias's sum."""
+    def _with_rounding(self, eqn: JaxprEqn) -> JaxprEqn:
+        """Returns the equation, or one whose gradient is rounded, of a bias's sum."""
 
         def maker_of(v: Var) -> Step | None:
             return self._maker.get(self._before(v, MOVES)[0])
@@ -169,12 +168,10 @@ class Reading:
             maker = maker_of(v)
             return maker is not None and maker.eqn.primitive.name == "broadcast_in_dim"
 
-        is_near = not self._near_expensive.isdisjoint(eqn.outvars)
+        is_near = any(_jaxpr.size(v) in self._expensive for v in eqn.outvars)
         if is_near and is_bias_sum(eqn, is_product, is_repeated):
-            before = Var(eqn.outvars[0].aval)
-            rounding = rounding_of(eqn, before, self.rules.backward)
-            return [eqn.replace(outvars=[before]), rounding]
-        return [eqn]
+            return with_rounding(eqn, self.rules.backward)
+        return eqn
 
     def origin(self, atom: Atom) -> Origin:
         """The origin of a value."""

@@ -29,15 +29,13 @@ _EXPENSIVE = _jaxpr.words("""
 MOVES = _jaxpr.REARRANGES | {"convert_element_type", "name"}
 
 
-def is_bias_sum(
+def adds_bias(
     eqn: JaxprEqn, is_product: Callable[[Var], bool], is_repeated: Callable[[Var], bool]
 ) -> bool:
-    """Whether an equation adds an array that is repeated to the result of a product.
+    """Whether a sum is one of the result of a product and of an array that is repeated.
 
     A bias is repeated before, or has axes of length 1 for larger ones of the result.
     """
-    if eqn.primitive.name != "add" or not _jaxpr.is_float32(eqn.outvars[0]):
-        return False
     size = _jaxpr.size(eqn.outvars[0])
     pair = variables(eqn.invars)
     return any(

@@ -15,7 +15,7 @@ from .. import _jaxpr, _jaxpr_rewrite
 from .._jaxpr import Atom, Jaxpr, JaxprEqn, Var, dtype_name, is_float32, variables
 from .._policy import is_half
 from .._types import Leaf
-from .biases import MOVES, is_bias_sum, sizes_of_expensive, with_rounding
+from .biases import MOVES, adds_bias, sizes_of_expensive, with_rounding
 from .picks import as_pick, has_picks, may_pick
 from .products import (
     Fate,
@@ -168,8 +168,9 @@ class Reading:
             maker = maker_of(v)
             return maker is not None and maker.eqn.primitive.name == "broadcast_in_dim"
 
-        is_near = any(_jaxpr.size(v) in self._expensive for v in eqn.outvars)
-        if is_near and is_bias_sum(eqn, is_product, is_repeated):
+        is_sum = eqn.primitive.name == "add" and _jaxpr.is_float32(eqn.outvars[0])
+        is_near = is_sum and _jaxpr.size(eqn.outvars[0]) in self._expensive
+        if is_near and adds_bias(eqn, is_product, is_repeated):
             return with_rounding(eqn, self.rules.backward)
         return eqn
 

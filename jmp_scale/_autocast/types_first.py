@@ -74,8 +74,10 @@ def _traced(call: "_Call") -> Traced:
     return Traced(program, call.arrays, returned)
 
 
-def _in_float32(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32) if is_half(x.dtype) else x
+def _in_float32(x: jax.Array) -> Any:
+    """Returns an array, or the type of a float32 one in place of half precision."""
+    aval: Any = jax.typeof(x)
+    return aval.update(dtype=np.dtype(np.float32)) if is_half(x.dtype) else x
 
 
 def _as_stored(x: jax.Array, dtype: np.dtype) -> jax.Array:

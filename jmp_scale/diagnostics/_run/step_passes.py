@@ -338,17 +338,22 @@ def largest_s(check: Check) -> None:
     if not (check.scales and old.any()) or _CAUSES & check.found.keys():
         return
     low, high = float(np.log2(check.s)), power
+    changes = []  # of the largest change, as its share
     while high - low > 1 / 32:  # some entries are infinite, and none NaN
         run = check.run(f"S = 2^{power:g}", check.at(2.0**power))
-        if not check.is_alike(run):
-            high = power
-        elif np.abs(check.step(run) - old).max() < np.abs(old).max() / 2:
+        change = 1.0
+        if check.is_alike(run):
+            change = np.abs(check.step(run) - old).max() / np.abs(old).max()
+            changes += [] if change < 0.5 else [change]
+        if change < 0.5:
             low = power
         else:
-            is_less = _size(check.step(run)) < 0.7 * _size(old)
-            check.add("clipped while scaled" if is_less else "overflow hidden")
-            return
+            high = power
         power = (low + high) / 2
+    if changes:
+        # A clip changes little at first, and an overflow all of an entry.
+        is_clip = changes[-1] < 0.6
+        check.add("clipped while scaled" if is_clip else "overflow hidden")
 
 
 def next_step(check: Check) -> None:

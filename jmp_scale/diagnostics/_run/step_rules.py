@@ -51,8 +51,9 @@ RULES = {
         "S times the gradient: take its bound times S, or bfloat16 without S.",
     ),
     "unscaled twice": _error(
-        "It falls with S: gradients are unscaled twice, the loss is not scaled, or "
-        "something that is not scaled was added to scaled gradients.",
+        "It falls with S: gradients are unscaled twice, the loss is not scaled, "
+        "something that is not scaled was added to scaled gradients, or a custom rule "
+        "inside the loss normalizes.",
         f"{_TAKE} No unscale follows, and what is added is added then.",
     ),
     "unscaled by the next S": _error(
@@ -69,9 +70,11 @@ RULES = {
         "By hand, adjust outside of the branch: ls = loss_scale.adjust(finite).",
     ),
     "overflow hidden": _error(
-        "Overflowed gradients are applied: a clip, nan_to_num or zero_nans hides them.",
+        "An overflow counts as a finite step: a clip, nan_to_num or zero_nans hides "
+        "it, or S is adjusted by another flag.",
         "Give tx.update what jmp_scale.value_and_grad returns, and clip inside: "
-        "with_loss_scale(optax.chain(clip, tx), loss_scale).",
+        "with_loss_scale(optax.chain(clip, tx), loss_scale). By hand, adjust by "
+        "jmp_scale.all_finite(grads).",
     ),
     "put back": _error(
         "A skipped step replaces it by a copy of another step's, or of a captured one.",

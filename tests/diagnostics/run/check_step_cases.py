@@ -148,6 +148,11 @@ CLIPS = [
     ),
     while_scaled("clip large ones", optax.clip_by_global_norm(1e3)),
 ]
+NO_NAN = while_scaled("nan_to_num", optax.stateless(lambda grads, _: no_nan(grads)))
+
+
+def no_nan(grads):
+    return jax.tree.map(jnp.nan_to_num, grads)
 
 
 # What it does with the gradients before the optimizer gets them.
@@ -406,13 +411,14 @@ def loop_by_hand(mistake=None, ls="dynamic"):
             HALF["float16"], DYNAMIC if mistake == "S" else ls, params, x
         )
         finite = jmp_scale.all_finite(loss if mistake == "loss" else grads)
+        counted = jmp_scale.all_finite(loss) if mistake == "flag" else finite
         if mistake == "zero":  # momentum moves on
             grads = jax.tree.map(lambda g: jnp.where(finite, g, 0.0), grads)
         updates, new = ADAMW.update(grads, opt, params)
         updated = optax.apply_updates(params, updates), new
         if mistake not in ("select", "zero"):
             updated = jmp_scale.select_tree(finite, updated, (params, opt))
-        ls = ls if mistake == "adjust" else ls.adjust(finite)
+        ls = ls if mistake == "adjust" else ls.adjust(counted)
         return *updated, ls, loss
 
     return step, (PARAMS, ADAMW.init(PARAMS), LOSS_SCALES[ls], X)
@@ -652,6 +658,8 @@ WRONG = {
     "overflow hidden": {
         **cases(step_of, change=clipped),
         **cases(step_of, around="zero_nans"),
+        **cases(step_of, gradients=NO_NAN),
+        **cases(loop_by_hand, mistake="flag"),
         **cases(step_of, change=clipped, inner=OPTIMIZERS),
     },
     "state put back": {

@@ -46,7 +46,8 @@ def test_a_mistake_is_named_with_its_cure(rule, name):
     assert rule in problems, str(found)
     assert problems[rule].level == RULES[rule].level
     assert RULES[rule].level == "note" or not found.ok
-    assert rule not in CAUSES or CAUSES.intersection(problems) == {rule}
+    if rule in CAUSES or rule == "overflow hidden":
+        assert CAUSES.intersection(problems) == CAUSES & {rule}
 
 
 QUICK = "average, True", "copies", "nnx_step, True"

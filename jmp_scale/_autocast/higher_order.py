@@ -104,7 +104,8 @@ def _remat(eqn: JaxprEqn, operands: Arrays, body: Body) -> Arrays:
     policy = params["policy"]
     # With a policy, that alone says what is saved.
     function = body(jaxpr, range(len(operands)), "policy" if policy else "")
-    fun = jax.checkpoint(function, policy=policy, prevent_cse=params["prevent_cse"])
+    prevent_cse = params.get("prevent_cse", True)  # not with `JAX_REMAT3` of jax 0.10
+    fun = jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
     return fun(*operands)
 
 

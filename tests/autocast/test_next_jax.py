@@ -93,17 +93,38 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_products_in_functions_are_half_precision(name):
-    half = autocast(FORMS[name], "bfloat16")
+def has_half_products(fun):
+    half = autocast(fun, "bfloat16")
     traced = _jaxpr.equations(jax.make_jaxpr(half)(W, X))
     products = [eqn for eqn in traced if eqn.primitive.name in PRODUCTS]
     assert {_jaxpr.dtype_name(v) for e in products for v in e.invars} == {"bfloat16"}
     got, wanted = (
-        jax.jit(jax.grad(lambda w, f=f: jnp.mean(f(w, X) ** 2)))(W)
-        for f in (half, FORMS[name])
+        jax.jit(jax.grad(lambda w, f=f: jnp.mean(f(w, X) ** 2)))(W) for f in (half, fun)
     )
     assert np.linalg.norm(got - wanted) < 0.02 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_products_in_functions_are_half_precision(name):
+    has_half_products(FORMS[name])
+
+
+def test_products_in_the_checkpoints_of_a_flag_are_half_precision():
+    """`JAX_REMAT3`, whose equation has no `prevent_cse` in jax 0.10."""
+    if not hasattr(jax.config, "jax_remat3"):
+        pytest.skip("jax 0.8 has no such flag")
+    before = jax.config.jax_remat3
+    jax.config.update("jax_remat3", True)
+    try:
+        has_half_products(jax.checkpoint(lambda w, x: jnp.tanh(x @ w) @ w))
+        has_half_products(repeated_in_checkpoints)
+    finally:
+        jax.config.update("jax_remat3", before)
+
+
+def repeated_in_checkpoints(w, x):
+    body = jax.checkpoint(lambda h, _: (step(h, w)[0], None))
+    return lax.scan(body, x, None, length=3)[0]
 
 
 def test_a_traced_function_may_be_called():

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -139,10 +139,15 @@ class Start(NamedTuple):
             s = max(s / 8, 1.0)
 
 
-def start_of(function: str, loss_scale: LossScale | ArrayLike | None) -> Start:
-    """Returns the start for an argument `loss_scale` of a diagnostic."""
+def start_of(
+    function: str, loss_scale: LossScale | ArrayLike | None, dtypes: Collection[str]
+) -> Start:
+    """Returns the start for an argument `loss_scale` of a diagnostic.
+
+    None is for programs of these dtypes: bfloat16 trains without a loss scale.
+    """
     if loss_scale is None:
-        return Start(2.0**15, True)
+        return Start(2.0**15, True) if "float16" in dtypes else Start(1.0, False)
     adjusts = isinstance(loss_scale, LossScale) and jax.tree.leaves(loss_scale)
     return Start(scale_value(function, loss_scale), bool(adjusts))
 

@@ -140,7 +140,7 @@ class _Gradient:
         compiled = self._traced.lower().compile()
         arrays, *scaled = self._args
         if scaled:
-            start = start_of(self._function, None)
+            start = start_of(self._function, None, {"float16"})
             _, self.s = start.found(lambda s: compiled(arrays, s))
             self._args = arrays, jnp.float32(self.s)
         return Program(functools.partial(compiled, *self._args), mebibytes_of(compiled))

@@ -198,7 +198,8 @@ def compare_gradients(
         `transform` are those of `precision_report`.
       loss_scale: the loss scale of the half-precision gradient, or S as a number. With
         a `DynamicLossScale`, S is divided by 8, down to 1, as long as the gradient is
-        not finite. None, the default, means `DynamicLossScale()`.
+        not finite. None, the default, means `DynamicLossScale()` if anything is
+        float16, else 1.
       loss_scales: numbers S; the backward pass runs at each of them, to find the window
         in which they work. None, the default, means 2^-4, 2^-2, ..., 2^24 if anything
         is float16, else none.
@@ -209,7 +210,6 @@ def compare_gradients(
     function = "compare_gradients"
     given = args, argnums, has_aux, transform
     half, full = (Loss(function, fun, *given) for fun in (half_loss, loss))
-    start = start_of(function, loss_scale)
     arrays, rejoin = concrete_arrays(function, args)
     # JAX adds up the cotangents of an array in its own dtype.
     wide = promote_to_float32(arrays)
@@ -217,6 +217,7 @@ def compare_gradients(
     run = compiled(lambda s, arrays: full.run(s, rejoin(arrays)))
     run_half = compiled(lambda s, arrays: half.run(s, rejoin(arrays)))
     dtypes = narrow_dtypes(run_half.trace(jnp.float32(1.0), arrays).jaxpr)
+    start = start_of(function, loss_scale, dtypes)
     if loss_scales is None:
         loss_scales = _TRIED if "float16" in dtypes else ()
     tried = tuple(sorted(map(float, loss_scales)))

@@ -143,7 +143,7 @@ def sensitive_products(
     checked = Loss(function, loss, args, argnums, has_aux, transform)
     forward = checked_half("dtype", dtype)
     back = forward if backward is None else checked_half("backward", backward)
-    start = start_of(function, loss_scale)
+    start = start_of(function, loss_scale, {forward.name, back.name})
     probe = Probe(checked, forward, back, start)
     if not all_finite(probe.reference.backward):
         return SensitiveProducts((), (), 0.0, math.inf, math.inf, NOT_FINITE)

@@ -189,7 +189,7 @@ def test_a_backward_rule_that_depends_on_the_loss_scale_is_told(name, dtype):
 
     w, x = jax.random.normal(jax.random.key(4), (2, 16, 16)) / 4
     half_loss = jmp_scale.autocast(loss, dtype)
-    found = compare_gradients(half_loss, loss, w, x)
+    found = compare_gradients(half_loss, loss, w, x, loss_scale=2.0**15)
     plain, scaled = (jax.grad(lambda w, s=s: s * loss(w, x))(w) / s for s in (1, 2**15))
     error = jnp.linalg.norm(scaled - plain) / jnp.linalg.norm(plain)
     assert found.scaled_float32_error == pytest.approx(float(error), abs=1e-4)
@@ -203,3 +203,6 @@ def test_a_backward_rule_that_depends_on_the_loss_scale_is_told(name, dtype):
     assert found.is_precise is not is_told
     assert "not needed" not in str(found) or not is_told
     assert compare_gradients(half_loss, loss, w, x, loss_scale=1).is_precise
+    # bfloat16 trains without a loss scale, and is judged so.
+    by_default = compare_gradients(half_loss, loss, w, x)
+    assert by_default.is_precise is (dtype == "bfloat16" or not is_told)

@@ -1,6 +1,7 @@
 """Formats results: loss scales, names of leaves, shares, and tables."""
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
@@ -18,6 +19,13 @@ def percent(share: float) -> str:
     if not math.isfinite(share) or share >= 100:
         return f"{share:.2g}"
     return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
+
+
+def said(error: Exception) -> str:
+    """Returns the line of an error that says what is wrong, of a callback's too."""
+    text = str(error).strip()
+    of_callback = re.search(r"^\w[\w.]*: .*", text.partition("Traceback")[2], re.M)
+    return of_callback[0] if of_callback else text.partition("\n")[0]
 
 
 def leaf_name(path: str) -> str:

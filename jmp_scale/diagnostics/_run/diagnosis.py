@@ -17,7 +17,7 @@ from ..._tree import is_array
 from ..._types import Arrays, Function, PyTree
 from .._backward import Backward, Loss, concrete_arrays
 from .._source import is_own_wrapper
-from .._tables import printed
+from .._tables import printed, said
 from .origins import origin_of
 
 _RAISED = "(raised)"  # in place of a leaf
@@ -60,7 +60,7 @@ class Diagnosis(NamedTuple):
         if self.cause == "overflow" and self.path is None:
             return (
                 "The backward pass raises an error at this loss scale, and none at "
-                f"2^{self.finite_at_log2}: {operation}."
+                f"2^{self.finite_at_log2}: {operation.rstrip('.')}."
             )
         if self.cause == "overflow":
             return (
@@ -177,8 +177,7 @@ def diagnose_nonfinite(
     if path == _RAISED:  # it raises at the smallest S that is not finite
         if finite_at is None:
             raise errors[0]
-        text = str(errors[-1]).strip().partition("\n")[0]
-        return Diagnosis("overflow", None, finite_at, operation=text)
+        return Diagnosis("overflow", None, finite_at, operation=said(errors[-1]))
 
     def leaf(loss: Loss, arrays: Arrays) -> PyTree:
         backward = loss.run(s, rejoin(arrays))

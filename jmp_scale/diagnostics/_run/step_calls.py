@@ -17,6 +17,7 @@ from ..._scaling.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossSc
 from ..._state import LossScale, LossScaleState, find_loss_scale_states
 from ..._tree import find_nodes, is_data, is_inexact, is_module
 from ..._types import Function, KeyPath, Leaf, PyTree
+from .._tables import said
 from .step_rules import RULES
 
 Path = tuple[str, ...]  # keys, indices and names of fields
@@ -245,8 +246,7 @@ class Check:
         except _RAISED as error:
             if self.count == 1:
                 raise
-            message = str(error).partition("\n")[0][:200]
-            self.raised.append(f"{what}, {type(error).__name__}: {message}")
+            self.raised.append(f"{what}, {type(error).__name__}: {said(error)[:200]}")
             return None
         return Run(self, before, *self._after(before, args, out))
 

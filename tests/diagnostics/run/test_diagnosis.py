@@ -157,6 +157,7 @@ def test_a_backward_pass_that_raises_is_diagnosed_by_the_scale_where_it_does_not
     diagnosis = diagnose(lambda w: solve(w).sum(), 2.0**15, jnp.ones(3))
     assert (diagnosis.cause, diagnosis.finite_at_log2) == ("overflow", 9)
     assert "raises an error at this loss scale, and none at 2^9" in str(diagnosis)
+    assert str(diagnosis).endswith("Error: did not converge.")
 
 
 def test_a_backward_pass_that_raises_at_every_scale_raises():

@@ -261,7 +261,7 @@ MISTAKES = {
             ),
             r"averages to be a tuple of names, got .*write averages=\(\"mu\", \"nu\"\)",
         )
-        for averages in ("mu", True)
+        for averages in ("mu", True, None)
     },
     **{
         f"{name} for a key": (

@@ -89,7 +89,7 @@ def with_half_storage(
         or `unreduced` gradients.
     """
     inner = checked_optimizer(_NAME, inner)
-    if isinstance(averages, (str, bool)):
+    if isinstance(averages, str) or not isinstance(averages, Collection):
         raise TypeError(
             f"{_NAME}: expected averages to be a tuple of names, got {averages!r}; "
             'write averages=("mu", "nu")'

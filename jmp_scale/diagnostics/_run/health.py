@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..._scaling.finite import all_finite
@@ -134,7 +135,9 @@ def _others_are_finite(tree: PyTree) -> bool:
     """Whether arrays beside states and histories, such as parameters, are finite."""
     nodes = LossScaleState, LossScaleHistory
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nodes))
-    return bool(all_finite([x for x in leaves if is_inexact(x)]))
+    # Masks are -inf, and what an update breaks is NaN or of both signs.
+    known = [jnp.where(x == -jnp.inf, 0, x) for x in leaves if is_inexact(x)]
+    return bool(all_finite(known))
 
 
 def _present(state: LossScaleState, steps: Steps | None) -> tuple[str, str] | None:

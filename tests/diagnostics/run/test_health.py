@@ -157,9 +157,14 @@ def test_up_to_one_skip_in_a_hundred_is_normal(skipped, cause):
 
 def test_parameters_that_an_update_made_nan_are_told_where_they_are_at_hand():
     broken = state(None, 3, 3, nonfinite_losses=np.int32(3))
-    for params, kind in ((jnp.nan, "parameters not finite"), (1, "loss not finite")):
+    mask = [0.0, -jnp.inf]
+    for params, kind in (
+        (jnp.nan, "parameters not finite"),
+        (1.0, "loss not finite"),
+        (mask, "loss not finite"),
+    ):
         log = diagnostics.HealthLog()
-        (said,) = log({"params": jnp.float32(params), "opt": broken})
+        (said,) = log({"params": jnp.array(params, "float32"), "opt": broken})
         assert log.kinds == {kind}
         assert "although the gradients before were" in said
     assert diagnostics.HealthLog()({"ema": jnp.float32(jnp.nan), "opt": state()}) == []

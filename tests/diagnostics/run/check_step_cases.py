@@ -14,6 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from flax import nnx
 from jax import lax
 
@@ -50,6 +51,7 @@ INNER = {
     "sgd": optax.sgd(1e-2),
     "clip": optax.chain(optax.clip_by_global_norm(0.1), ADAMW),
     "decay": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(1e-2)),
+    "plateau": optax.chain(ADAMW, optax.contrib.reduce_on_plateau()),
     "warm-up": optax.adamw(optax.linear_schedule(0.0, 1e-2, 10)),
 }
 LOSS_SCALES = {
@@ -704,6 +706,7 @@ WRONG = {
 RIGHT = {
     **cases(step_of),
     **cases(step_of, guard=GUARD),
+    **cases(step_of, inner="plateau"),
     **cases(step_of, ls="none", dtype="bfloat16"),
     **cases(step_of, gradients=by_hand),
     **cases(average),

@@ -96,6 +96,8 @@ class _Call:
         self._count = len(own)
         self.arrays = [*map(jnp.asarray, [*own, *given])]
         self.__name__ = self.__qualname__ = getattr(fun, "__name__", "fun")
+        while isinstance(fun, functools.partial):
+            fun = fun.func
         self.__wrapped__ = fun  # JAX's errors name it, and its file
         self.__signature__ = inspect.signature(self.__call__)
         self._leaves, self._args, self._kwargs = [*own, *given], args, kwargs

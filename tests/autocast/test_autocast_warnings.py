@@ -1,5 +1,7 @@
 """What `autocast` warns of, once, and what is an error."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -229,7 +231,13 @@ def as_number(w, batch, *rest, scale=1.0):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("fun", [branching, as_numpy, as_integer, as_index, as_number])
+@pytest.mark.parametrize(
+    "fun",
+    [
+        *(branching, as_numpy, as_integer, as_index, as_number),
+        functools.partial(functools.partial(branching), scale=3.0),
+    ],
+)
 def test_an_error_while_it_traces_names_function_and_argument_as_jit_does(fun, dtype):
     w = W.astype(dtype)
     args = w, {"n": jnp.int32(0), "x": X}, {"y": w}

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
@@ -38,11 +37,6 @@ _ADDITIONS = ("add", "add_any", "sub", "scatter-add")
 _SLICE_GRADIENTS = words("dynamic_update_slice pad scatter scatter-add")
 _FLOATING = ("float", "bfloat", "complex")
 _NARROW = ("float16", "bfloat16", "float8", "float4")
-# Algorithms that compute in half precision, whatever the dtype of the operands.
-_DTYPES = {
-    jax.lax.DotAlgorithmPreset.F16_F16_F32: "float16",
-    jax.lax.DotAlgorithmPreset.BF16_BF16_F32: "bfloat16",
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -417,9 +411,6 @@ def flops(eqn: JaxprEqn) -> int:
 
 def operand_dtypes(eqn: JaxprEqn) -> str:
     """Returns the dtypes of the first two operands, joined by " x " if they differ."""
-    algorithm = eqn.params.get("precision")
-    if algorithm in _DTYPES:
-        return _DTYPES[algorithm]
     operands = eqn.invars[:2] or eqn.outvars
     return " x ".join(dict.fromkeys(map(dtype_name, operands)))
 

@@ -51,6 +51,7 @@ class Fact:
     summed: float = 0.0  # number of elements summed in float32, or two by two in half
     rounded_in: str = ""  # the half dtype from which they were cast to more, or ""
     maker: str = ""  # name of the operation that computed them
+    columns: "Sequence[Fact]" = ()  # of the parts that the last axis concatenates
     varying: frozenset[Var] = frozenset()  # in the loops around, that it depends on
     # The carries of which it is `a * carry + b`, with a number `a`
     # and a `b` that does not depend on the carry; and the last addition of a `b`.
@@ -157,6 +158,7 @@ def join(a: Fact, b: Fact) -> Fact:
         summed=max(a.summed, b.summed),
         rounded_in=a.rounded_in or b.rounded_in,
         maker="",
+        columns=(),
         sums={v: a.sums[v] or b.sums[v] for v in a.sums if v in b.sums},
     )
 
@@ -333,6 +335,12 @@ def _joined(eqn: JaxprEqn, *facts: Fact) -> Fact:
     return functools.reduce(join, [f for v, f in pairs if dtype_name(v) == dtype])
 
 
+def _concatenated(eqn: JaxprEqn, *facts: Fact) -> Fact:
+    """Returns the fact of joined arrays, such as the indices of several axes."""
+    is_last = eqn.params["dimension"] == len(shape(eqn.outvars[0])) - 1
+    return replace(_joined(eqn, *facts), columns=facts if is_last else ())
+
+
 def _sum(eqn: JaxprEqn, x: Fact) -> Fact:
     count = max(entries_added(eqn), 1)
     wide = is_wide(dtype_name(eqn.outvars[0]))
@@ -358,7 +366,7 @@ _CHOICES = words(
     "all_gather all_to_all cummax cummin pmax pmin ppermute real reduce_max reduce_min "
     "reduce_window_max reduce_window_min reshard sort"
 )
-_JOINS = words("concatenate dynamic_update_slice pad scatter select_n stack")
+_JOINS = words("dynamic_update_slice pad scatter select_n stack")
 
 _RULES: dict[str, Callable[..., Fact]] = {
     **dict.fromkeys(SAME_ENTRIES | _CHOICES, _moved),
@@ -366,6 +374,7 @@ _RULES: dict[str, Callable[..., Fact]] = {
     **dict.fromkeys(_JOINS, _joined),
     **dict.fromkeys(["erf", "sign", "sin", "cos"], lambda eqn, x: Fact(-1.0, 1.0)),
     "add": _add,
+    "concatenate": _concatenated,
     "cumsum": lambda eqn, x: join(_sum(eqn, x), x),
     "iota": lambda eqn: Fact(0.0, shape(eqn.outvars[0])[eqn.params["dimension"]] - 1.0),
     "integer_pow": _power,

@@ -193,8 +193,12 @@ def _indexed(equation: Equation) -> Iterator[tuple[Fact, int]]:
     numbers = equation.eqn.params.get("dimension_numbers")
     axes = getattr(numbers, "start_index_map", ())
     axes = axes or getattr(numbers, "scatter_dims_to_operand_dims", ())
-    if axes:  # which column of the indices is of which axis is not known
-        yield ins[1], min(sizes[axis] for axis in axes)
+    if axes:
+        columns = ins[1].columns
+        if len(columns) == len(axes):
+            yield from zip(columns, (sizes[axis] for axis in axes), strict=True)
+        else:  # which column of the indices is of which axis is not known
+            yield ins[1], min(sizes[axis] for axis in axes)
     elif name == "dynamic_slice":
         yield from zip(ins[1:], sizes, strict=True)
     elif name == "dynamic_update_slice":

@@ -95,7 +95,7 @@ class Window(NamedTuple):
     def summary(self) -> str:
         """Returns the window in a sentence."""
         text = f"Loss scales from {power(self.lowest)} to {power(self.highest)} work"
-        if self.lowest <= 1 <= self.highest:
+        if self.lowest <= 1 < self.highest:  # else a rule in the loss may see S
             return f"{text}, including 1: loss scaling is not needed here."
         return f"{text}: start from {power(self.start)}."
 

@@ -65,47 +65,6 @@ def test_products_in_scans_are_half_precision(name, stored):
             assert np.linalg.norm(x - y) <= 0.05 * np.linalg.norm(y)
 
 
-@jax.custom_jvp
-def product(h, w):
-    return h @ w
-
-
-product.defjvp(
-    lambda p, t: (product(*p), product(p[0], t[1]) + product(t[0], p[1])),
-)
-
-
-def softmax(has_rule):
-    def form(w, x):
-        with jax.softmax_custom_jvp(has_rule):
-            return jax.nn.softmax(x @ w) @ w
-
-    return form
-
-
-FORMS = {
-    "softmax with a rule": softmax(True),
-    "softmax without": softmax(False),
-    "custom_jvp": lambda w, x: jnp.tanh(product(x, w)),
-    "relu": lambda w, x: jax.nn.relu(x @ w),
-    "checkpoint": jax.checkpoint(lambda w, x: jnp.tanh(x @ w) @ w),
-    "named": lambda w, x: jax.ad_checkpoint.checkpoint_name(x @ w, "y"),
-}
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_products_in_functions_are_half_precision(name):
-    half = autocast(FORMS[name], "bfloat16")
-    traced = _jaxpr.equations(jax.make_jaxpr(half)(W, X))
-    products = [eqn for eqn in traced if eqn.primitive.name in PRODUCTS]
-    assert {_jaxpr.dtype_name(v) for e in products for v in e.invars} == {"bfloat16"}
-    got, wanted = (
-        jax.jit(jax.grad(lambda w, f=f: jnp.mean(f(w, X) ** 2)))(W)
-        for f in (half, FORMS[name])
-    )
-    assert np.linalg.norm(got - wanted) < 0.02 * np.linalg.norm(wanted)
-
-
 def test_a_traced_function_may_be_called():
     """jax 0.12 calls its jaxpr by a primitive of its own."""
     traced = jax.jit(lambda w: jnp.tanh(X @ w)).trace(W)

@@ -216,10 +216,6 @@ def as_numpy(w, batch, *rest, scale=1.0):
     return jnp.sum(w) * np.asarray(rest[0]["y"]).sum()
 
 
-def as_integer(w, batch, *rest, scale=1.0):
-    return jnp.zeros(int(scale))
-
-
 def as_index(w, batch, *rest, scale=1.0):
     return [w][batch["n"]]
 
@@ -229,7 +225,7 @@ def as_number(w, batch, *rest, scale=1.0):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("fun", [branching, as_numpy, as_integer, as_index, as_number])
+@pytest.mark.parametrize("fun", [branching, as_numpy, as_index, as_number])
 def test_an_error_while_it_traces_names_function_and_argument_as_jit_does(fun, dtype):
     w = W.astype(dtype)
     args = w, {"n": jnp.int32(0), "x": X}, {"y": w}

@@ -1,7 +1,5 @@
 """Gradients of biases: which are rounded with those of their weights, and how well."""
 
-import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -32,16 +30,6 @@ def in_scan(w, b, x):
     return lax.scan(lambda h, _: (dense()(w, b, h), None), x, None, length=2)[0]
 
 
-def by_equinox(w, b, x):
-    layer = eqx.nn.Linear(N, N, key=jax.random.key(0))
-    layer = eqx.tree_at(lambda m: (m.weight, m.bias), layer, (w, b))
-    return jax.vmap(lambda x: GELU(layer(x)))(x) @ V
-
-
-def by_linen(w, b, x):
-    return GELU(nn.Dense(N).apply({"params": {"kernel": w, "bias": b}}, x)) @ V
-
-
 def behind_convolution(w, b, x):
     y = lax.conv(x.reshape(1, N, 8, 8), w.reshape(N, N, 1, 1), (1, 1), "SAME")
     return GELU(y + b[None, :, None, None])
@@ -58,15 +46,12 @@ def in_stream(w, b, x):
 
 ROUNDED = {  # how many sums are rounded
     "gelu": (dense(), 1),
-    "exact gelu": (dense(lambda x: jax.nn.gelu(x, approximate=False)), 1),
     "silu": (dense(SILU), 1),
     "tanh": (dense(TANH), 1),
     "softmax": (dense(jax.nn.softmax), 1),
     "jit": (jax.jit(dense()), 1),
     "checkpoint": (jax.checkpoint(dense()), 1),
     "scan": (in_scan, 1),
-    "Equinox": (by_equinox, 1),
-    "Linen": (by_linen, 1),
     "a bias of one row": (lambda w, b, x: GELU(x @ w + b.reshape(1, N)) @ V, 1),
     "a convolution": (behind_convolution, 1),
     "dropout": (with_dropout, 1),

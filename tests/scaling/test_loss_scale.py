@@ -288,6 +288,11 @@ def test_a_dictionary_scales_each_loss_by_its_own_s_and_unscales_it_exactly():
     assert unscaled == losses | {"a": 3}
 
 
+@pytest.mark.parametrize("loss_scale", EVERY_KIND)
+def test_a_loss_scale_is_a_number(loss_scale):
+    assert float(loss_scale) == (1 if loss_scale == NoOpLossScale() else 8)
+
+
 FLOAT16 = (jnp.float16, np.float16, np.dtype("float16"))
 WIDE = (jnp.bfloat16, jnp.dtype(jnp.bfloat16), np.float64, float)
 

@@ -187,6 +187,7 @@ def test_an_overflow_of_one_player_skips_and_backs_off_only_that_one(run, tmp_pa
 # Steps, and what the example prints then.
 PRINTS = {
     "bfloat16_storage.py": (30, r"8\.0 bytes a parameter\n.*; 0 arrays differ"),
+    "diagnose.py": (80, "verdict: "),  # `main_of` compares its words
     "from_pytorch.py": (100, "check_step: no problem found"),
     "gaussian_process.py": (2, r"^bfloat16, distances kept +[012](\.\d+)? %"),
     "linen_resnet.py": (4, "BatchNorm statistics finite: True"),
@@ -214,15 +215,6 @@ def test_each_loss_finds_a_scale_of_its_own_and_two_optimizers_one_that_suits_bo
     shared = re.search(r"^S of both: (2\^\d+)$", text, re.M)[1]
     assert abs(exponent(shared) - exponent(rows["label"][1])) <= 2
     assert set(columns(text, ("encoder", "heads"))) == {"encoder", "heads"}
-
-
-@pytest.mark.slow
-def test_each_run_that_goes_wrong_is_explained(run, tmp_path):
-    text = run("diagnose.py", "--steps", 80, "--out", tmp_path)
-    underflow, overflow, nan_image = re.split(r"^--- .* ---$", text, flags=re.M)[1:]
-    assert re.search(r"^verdict: Not precise enough: .* becomes zero", underflow, re.M)
-    assert re.search(r"^verdict: The loss itself is not finite", overflow, re.M)
-    assert re.search(r"^verdict: args\[1\] is not finite itself", nan_image, re.M)
 
 
 @pytest.mark.slow

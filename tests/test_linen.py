@@ -238,15 +238,6 @@ def test_frozen_float8_parameters_stay_frozen():
     assert_bitwise_equal(flax.core.unfreeze(frozen.params), plain.params)
 
 
-def test_a_spike_keeps_the_float8_scales():
-    state = float8_state()
-    for _ in range(3):
-        state = float8_step(state, float8_inputs())
-    after = float8_step(state, float8_inputs(10.0))
-    assert_bitwise_equal(after.params, state.params)
-    assert int(after.opt_state.spikes) == 1
-
-
 def test_an_object_from_before_flax_was_imported_is_saved(monkeypatch):
     loss_scale, registry = jmp_scale.DynamicLossScale(8.0), "_STATE_DICT_REGISTRY"
     known = getattr(flax.serialization, registry)

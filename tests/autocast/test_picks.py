@@ -75,17 +75,6 @@ def smoothed(logits, labels):
     return -jnp.sum(losses, where=seen) / jnp.sum(seen)
 
 
-def ignoring(label):
-    """Labels of tokens that do not count, as data sets mark them."""
-
-    def loss(logits, labels):
-        labels = jnp.where(labels == 7, label, labels)
-        losses, seen = entropy(logits, labels), labels != label
-        return jnp.sum(losses, where=seen) / jnp.sum(seen)
-
-    return loss
-
-
 def halves(x):
     return x.reshape(2, 4, *x.shape[1:])
 
@@ -111,10 +100,7 @@ FORMS = {
         )
     ),
     "smoothed and masked": of_logits(smoothed),
-    "ignored labels of -1": of_logits(ignoring(-1)),
-    "ignored labels of -100": of_logits(ignoring(-100)),
     "checkpoint": of_logits(jax.checkpoint(negative_log)),
-    "chunks": in_chunks(negative_log),
     "chunks in a checkpoint": in_chunks(jax.checkpoint(negative_log)),
     "branches": of_logits(
         lambda x, y: lax.cond(x[0, 0] > 9, lambda x, _: jnp.sum(x), negative_log, x, y)

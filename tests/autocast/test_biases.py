@@ -40,10 +40,6 @@ def with_dropout(w, b, x):
     return jnp.where(keep, GELU(x @ w + b[None]), 0) @ V
 
 
-def in_stream(w, b, x):
-    return jnp.tanh(x + (x @ w + b[None])) @ V
-
-
 ROUNDED = {  # how many sums are rounded
     "gelu": (dense(), 1),
     "silu": (dense(SILU), 1),
@@ -64,7 +60,7 @@ ROUNDED = {  # how many sums are rounded
     ),
     "a gate without functions": (gated(jax.nn.relu), 0),
     "a norm": (lambda w, b, x: jax.nn.standardize(x @ w + b[None]) @ V, 0),
-    "a residual stream": (in_stream, 1),
+    "a residual stream": (lambda w, b, x: TANH(x + (x @ w + b[None])) @ V, 1),
     "a product that stays": (
         lambda w, b, x: GELU(jnp.matmul(x, w, precision="highest") + b[None]) @ V,
         0,

@@ -15,15 +15,13 @@ HALF = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
 KEY = jax.random.key(0)
 
 
-def of_two(params, state):
-    """States of two optimizers whose parameters have the same names, as a GAN's."""
-    return params, {"generator": state, "discriminator": state}
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (of_two, "expected one remainder of each parameter, .*that updates these"),
+        (  # two optimizers whose parameters have the same names, as a GAN's
+            lambda p, s: (p, [s, s]),
+            "expected one remainder of each parameter, .*that updates these",
+        ),
         (
             lambda p, s: ({"params": p}, s),
             r"params has \['params/b', 'params/w'\]; pass",

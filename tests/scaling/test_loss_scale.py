@@ -40,9 +40,7 @@ def trajectory(loss_scale, finite, loss_finite=None):
 @pytest.mark.parametrize(
     ("arguments", "finite", "expected"),
     [
-        ({"loss_scale": 8.0, "period": 3}, "++-+++", [8, 8, 4, 4, 4, 8]),
         ({"loss_scale": 8.0, "period": 3, "counter": 10}, "++++", [16, 16, 16, 32]),
-        ({"loss_scale": 2.0, "min_loss_scale": 0.5}, "----", [1, 0.5, 0.5, 0.5]),
         ({"loss_scale": 4.0, "period": 1, "max_loss_scale": 10.0}, "+++", [8, 8, 8]),
         (
             {"loss_scale": 4.0, "period": 1, "max_loss_scale": 10.0, "at_max": "clamp"},

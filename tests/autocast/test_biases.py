@@ -42,6 +42,7 @@ def with_dropout(w, b, x):
 
 ROUNDED = {  # how many sums are rounded
     "gelu": (dense(), 1),
+    "exact gelu": (dense(lambda x: jax.nn.gelu(x, approximate=False)), 1),
     "silu": (dense(SILU), 1),
     "tanh": (dense(TANH), 1),
     "softmax": (dense(jax.nn.softmax), 1),

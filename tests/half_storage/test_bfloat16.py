@@ -1,5 +1,6 @@
 """bfloat16 values: their roundings are one of two neighbors, found by NumPy."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -57,3 +58,11 @@ def test_a_zero_with_an_old_remainder_is_not_nan():
     np.testing.assert_array_equal(joined, zeros)
     assert np.signbit(joined).tolist() == [False, True]
     assert lax.bitcast_convert_type(joined, jnp.int32).tolist() == [0, -(2**31)]
+
+
+def test_the_derivatives_are_those_of_exact_values():
+    one, two = jnp.float32(1.001), jnp.float32(0.0)
+    noise, rest = jnp.uint16(3), jnp.int16(5)
+    assert jax.grad(bfloat16.rounded)(one, noise) == 1
+    assert jax.grad(bfloat16.joined)(one, rest) == 1
+    assert jax.grad(bfloat16.change, (0, 1))(one, two) == (1, -1)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from autocast_programs import X
 from jax import lax
 
@@ -45,6 +46,20 @@ def test_softmaxes_are_found_and_read_as_results():
     )
     for fun in others:
         assert not islands.softmaxes_of(program(fun, X).jaxpr)
+
+
+def test_a_softmax_gives_the_derivative_of_its_exponents():
+    def scaled(probabilities):
+        return jnp.sum(probabilities * jnp.arange(16.0)[None])
+
+    def derivatives(x):
+        # A factor of the probabilities is divided out: rounded ones do not add up to 1.
+        result = jax.nn.softmax(x) * 1.01
+        own = lambda x: scaled(islands.softmax_from(x, result, (1,))) / 1.01  # noqa: E731
+        return jax.grad(own)(x), jax.grad(lambda x: scaled(jax.nn.softmax(x)))(x)
+
+    got, wanted = jax.jit(derivatives)(X)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_small_sums_are_less_than_half_of_their_operand():

@@ -35,7 +35,7 @@ MODULES = re.compile(
     r"_(tree|mesh|state|validation|policy|pytree|jaxpr))\.py"
 )
 OF_OTHERS = {"_jaxpr": "autocast", "checkpoints": "half_storage"}  # folders of tests
-ALSO = ["mistakes", "policy", "mesh", "sharding", "checkpoints", "optimizers"]
+ALSO = ["jmp", "mistakes", "policy", "mesh", "sharding", "checkpoints", "optimizers"]
 PYTEST = [sys.executable, "-m", "pytest", "-xq", "-o", "addopts="]
 PYTEST += ["-m", "not slow and not targets"]
 # Nobody writes `<<` for `+` by mistake, or loses a decorator.

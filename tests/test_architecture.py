@@ -22,6 +22,7 @@ TESTED_BY = {
     "_jaxpr_*": ("test_jaxpr", "programs are read, rewritten and evaluated in turn"),
     "_autocast.interpreter": ("autocast/test_autocast", "programs run as planned"),
     "_autocast.recompute.units": ("autocast/test_exact", "it is what was computed"),
+    "_autocast.derivatives": ("autocast/test_modes", "derivatives are of all modes"),
     "_autocast.higher_order": ("autocast/test_autocast_loops", "loops run as they did"),
     "_autocast.values": ("autocast/test_types_first", "sums are those of programs"),
     "_processor": ("test_machine", "the command says what the processor has"),
@@ -138,17 +139,6 @@ def test_a_module_imports_from_its_floor_and_from_those_that_the_map_names(modul
     floor = floor_of(module)
     others = {floor_of(other).name for other in imports(module)[0]}
     assert others <= floor.may_import | {floor.name}
-
-
-def test_no_wing_imports_another():
-    """Loss scales, autocast and half storage share what stands below, and no more."""
-    wings = {"_scaling", "_autocast", "_half_storage"}
-    assert wings <= {name.split(".")[0] for name in MODULES}
-    for module in MODULES:
-        own = module.split(".")[0]
-        if own in wings:
-            others = {name.split(".")[0] for name in imports(module)[0]}
-            assert not others & (wings - {own}), module
 
 
 def test_the_floor_that_casts_knows_nothing_of_the_one_that_recomputes():

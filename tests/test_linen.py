@@ -113,20 +113,10 @@ def test_without_a_loss_scale_it_trains_as_flax_does():
     assert int(ours.step) == flaxs.step
 
 
-TWICE = r"TrainState.create: .* in one place, got {}=.*already wrapped in with"
-INSIDE = r"got one that contains with_loss_scale, at .* wrap once, outermost"
-
-
-@pytest.mark.parametrize(
-    ("tx", "kwargs", "message"),
-    [
-        (TX, {"loss_scale": jmp_scale.DynamicLossScale()}, TWICE.format("loss_scale")),
-        (optax.chain(TX), {}, INSIDE),
-    ],
-)
-def test_a_second_loss_scale_or_guard_or_one_within_is_refused(tx, kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        simple_state(tx=tx, **kwargs)
+def test_a_second_loss_scale_is_refused():
+    twice = r"TrainState.create: .* in one place, got loss_scale=.*already wrapped in"
+    with pytest.raises(ValueError, match=twice):
+        simple_state(tx=TX, loss_scale=jmp_scale.DynamicLossScale())
 
 
 class State(TrainState):
@@ -136,16 +126,15 @@ class State(TrainState):
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
+    ("change", "message"),
     [
-        ({"loss": 1.0}, TypeError, "expected the loss as value=, got loss="),
-        ({"stats": {}}, ValueError, "stats|xpected"),
-        ({"stats": jnp.zeros(2, jnp.float16)}, ValueError, "'stats'.*float16"),
+        ({"stats": {}}, "stats|xpected"),
+        ({"stats": jnp.zeros(2, jnp.float16)}, "'stats'.*float16"),
     ],
 )
-def test_a_change_that_is_not_like_its_field_is_refused(change, error, message):
+def test_a_change_that_is_not_like_its_field_is_refused(change, message):
     state = simple_state(cls=State, stats=jnp.zeros(2))
-    with pytest.raises(error, match=message):
+    with pytest.raises(ValueError, match=message):
         state.apply_gradients(grads=state.params, **change)
 
 
@@ -247,15 +236,6 @@ def test_frozen_float8_parameters_stay_frozen():
     assert isinstance(frozen.params, flax.core.FrozenDict)
     plain = float8_step(plain, float8_inputs())
     assert_bitwise_equal(flax.core.unfreeze(frozen.params), plain.params)
-
-
-def test_a_spike_keeps_the_float8_scales():
-    state = float8_state()
-    for _ in range(3):
-        state = float8_step(state, float8_inputs())
-    after = float8_step(state, float8_inputs(10.0))
-    assert_bitwise_equal(after.params, state.params)
-    assert int(after.opt_state.spikes) == 1
 
 
 def test_an_object_from_before_flax_was_imported_is_saved(monkeypatch):

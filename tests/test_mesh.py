@@ -62,15 +62,13 @@ def bad_on(device):
     return np.where(np.arange(8) == device, np.inf, 1).astype(np.float32)
 
 
-def everything_of(x):
-    """The flag of `all_finite`, within `vmap` and at once, and flag and norm."""
-    mapped = jax.vmap(jmp_scale.all_finite)(jnp.stack([x, jnp.ones_like(x)]))[0]
-    return jmp_scale.all_finite(x), mapped, finite_and_norm(x)
-
-
 @each_mode
 def test_one_bad_device_is_known_to_all_and_the_norm_is_the_largest(mode):
-    answers = MANUAL[mode](everything_of)
+    def everything(x):
+        mapped = jax.vmap(jmp_scale.all_finite)(jnp.stack([x, jnp.ones_like(x)]))[0]
+        return jmp_scale.all_finite(x), mapped, finite_and_norm(x)
+
+    answers = MANUAL[mode](everything)
     flag, mapped, (finite, norm) = answers(np.arange(8, dtype=np.float32))
     for answer in (flag, mapped, finite):
         assert on_each_device(answer) == [True] * 8

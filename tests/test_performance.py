@@ -28,17 +28,12 @@ BYTES = {
 TEMPORARIES = {"one device": 0.01, "eight devices": 0.26}  # of the parameters' bytes
 
 
-def compiled(peer, problem, optimizer="adamw"):
-    loss_fn, params, batch = problem
-    carry, step = problems.build(peer, loss_fn, params, optimizer)
-    return compilers.compile_step(step, carry, batch)[1]
-
-
-def of_adamw(peer, dtype, devices="one device", optimizer="adamw"):
+def of_adamw(peer, dtype, devices="one device"):
     """Figures of AdamW alone."""
-    problem = problems.optimizer_only(problems.DTYPES[dtype], PARAMS)
+    loss_fn, params, batch = problems.optimizer_only(problems.DTYPES[dtype], PARAMS)
     with on_devices(devices):
-        return compiled(peer, problem, optimizer)
+        carry, step = problems.build(peer, loss_fn, params, "adamw")
+        return compilers.compile_step(step, carry, batch)[1]
 
 
 @pytest.fixture(scope="module", params=BYTES, ids=" on ".join)

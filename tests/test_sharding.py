@@ -118,7 +118,6 @@ def on_mesh(mesh, spec, tx, train_step):
 
 PMAP = functools.partial(jax.pmap, axis_name="i")
 VMAP = lambda fun: jax.jit(jax.vmap(fun, axis_name="i"))  # noqa: E731
-# Every third one runs by default.
 MODES = {
     "pmap with axis name": lambda: replicated(optimizer(("i",)), PMAP),
     # There is nothing to average over: each replica has its own images.

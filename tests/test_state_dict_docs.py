@@ -153,12 +153,3 @@ def test_a_scale_is_read_and_set_without_another_compilation():
     _, opt_state = jax.jit(update)(jnp.array([jnp.inf, 1.0]), opt_state, params)
     assert opt_state.loss_scale.loss_scale == 256
     assert len(traces) == 1
-
-
-def test_the_example_of_the_page_runs():
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    (example,) = (block for block in blocks if "torch.load" in block)
-    names = {}
-    exec(compile(example, str(PAGE), "exec"), names)
-    loss_scale = names["tx"].init(jnp.ones(2)).loss_scale
-    assert (loss_scale.loss_scale, loss_scale.counter) == (8192, 1234)

@@ -20,7 +20,6 @@ X = "%x = f32[1024]{0} parameter(0)\n"
 NEGATED = X + "ROOT %n = f32[1024]{0} negate(%x)"
 ADD = computation("%add", "ROOT %sum = f32[] add(%a, %b)")
 KNOWN = {
-    "a copy reads and writes": (X + "ROOT %c = f32[1024]{0} copy(%x)", "", 8192),
     "a fusion reads its operands once, whatever it does with them": (
         X + "ROOT %f = f32[1024]{0} fusion(%x, %x), kind=kLoop, calls=%fused",
         computation(
@@ -57,11 +56,6 @@ KNOWN = {
         'custom_call_target="__cublas$gemm"',
         "",
         8192,
-    ),
-    "a library's product without a workspace writes its result": (
-        X + 'ROOT %c = s8[1024]{0} custom-call(%x), custom_call_target="__cublas$gemm"',
-        "",
-        4096 + 1024,
     ),
     "start and done count once": (
         X + "%s = (f32[1024]{0}, f32[1024]{0}, u32[]) copy-start(%x)\n"

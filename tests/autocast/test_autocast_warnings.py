@@ -218,10 +218,6 @@ def as_numpy(w, batch, *rest, scale=1.0):
     return jnp.sum(w) * np.asarray(rest[0]["y"]).sum()
 
 
-def as_integer(w, batch, *rest, scale=1.0):
-    return jnp.zeros(int(scale))
-
-
 def as_index(w, batch, *rest, scale=1.0):
     return [w][batch["n"]]
 
@@ -234,7 +230,7 @@ def as_number(w, batch, *rest, scale=1.0):
 @pytest.mark.parametrize(
     "fun",
     [
-        *(branching, as_numpy, as_integer, as_index, as_number),
+        *(branching, as_numpy, as_index, as_number),
         functools.partial(functools.partial(branching), scale=3.0),
     ],
 )

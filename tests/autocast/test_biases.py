@@ -1,7 +1,5 @@
 """Gradients of biases: which are rounded with those of their weights, and how well."""
 
-import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -32,16 +30,6 @@ def in_scan(w, b, x):
     return lax.scan(lambda h, _: (dense()(w, b, h), None), x, None, length=2)[0]
 
 
-def by_equinox(w, b, x):
-    layer = eqx.nn.Linear(N, N, key=jax.random.key(0))
-    layer = eqx.tree_at(lambda m: (m.weight, m.bias), layer, (w, b))
-    return jax.vmap(lambda x: GELU(layer(x)))(x) @ V
-
-
-def by_linen(w, b, x):
-    return GELU(nn.Dense(N).apply({"params": {"kernel": w, "bias": b}}, x)) @ V
-
-
 def behind_convolution(w, b, x):
     y = lax.conv(x.reshape(1, N, 8, 8), w.reshape(N, N, 1, 1), (1, 1), "SAME")
     return GELU(y + b[None, :, None, None])
@@ -50,10 +38,6 @@ def behind_convolution(w, b, x):
 def with_dropout(w, b, x):
     keep = jax.random.bernoulli(jax.random.key(0), 0.9, (ROWS, N))
     return jnp.where(keep, GELU(x @ w + b[None]), 0) @ V
-
-
-def in_stream(w, b, x):
-    return jnp.tanh(x + (x @ w + b[None])) @ V
 
 
 ROUNDED = {  # how many sums are rounded
@@ -65,8 +49,6 @@ ROUNDED = {  # how many sums are rounded
     "jit": (jax.jit(dense()), 1),
     "checkpoint": (jax.checkpoint(dense()), 1),
     "scan": (in_scan, 1),
-    "Equinox": (by_equinox, 1),
-    "Linen": (by_linen, 1),
     "a bias of one row": (lambda w, b, x: GELU(x @ w + b.reshape(1, N)) @ V, 1),
     "a convolution": (behind_convolution, 1),
     "dropout": (with_dropout, 1),
@@ -79,7 +61,7 @@ ROUNDED = {  # how many sums are rounded
     ),
     "a gate without functions": (gated(jax.nn.relu), 0),
     "a norm": (lambda w, b, x: jax.nn.standardize(x @ w + b[None]) @ V, 0),
-    "a residual stream": (in_stream, 1),
+    "a residual stream": (lambda w, b, x: TANH(x + (x @ w + b[None])) @ V, 1),
     "a product that stays": (
         lambda w, b, x: GELU(jnp.matmul(x, w, precision="highest") + b[None]) @ V,
         0,

@@ -6,7 +6,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
-from autocast_programs import N, arrays, layer, mean_square
+from autocast_programs import N, arrays, layer, mean_square, product_with_a_rule
 from jax import lax
 
 from jmp_scale import autocast
@@ -24,6 +24,16 @@ def scan(s, w):
     return mean_square(lax.scan(lambda h, _: (layer(s * w, h), h), X, length=3)[0])
 
 
+def calls(s, w):
+    """A checkpoint, branches, and a function with a rule of its own."""
+
+    @jax.checkpoint
+    def block(w, x):
+        return lax.cond(x[0, 0] > 9, layer, product_with_a_rule, w, x)
+
+    return mean_square(block(s * w, block(s * w, X)))
+
+
 def lora(s, w):
     """Adapters under `vmap`, of one weight stored in half precision."""
 
@@ -37,6 +47,7 @@ def lora(s, w):
 PROGRAMS = {
     "dense": (dense, W),
     "scan": (scan, W),
+    "calls": (calls, W),
     "lora": (lora, W.astype("bfloat16")),
 }
 # Each returns a function of a scalar; all but the last are its derivative.

@@ -74,18 +74,6 @@ def test_the_fate_of_a_product(name):
     assert ops.stays_float32(eqn) == (wanted not in (Fate.BECOMES_HALF, Fate.IS_HALF))
 
 
-def test_a_vector_times_a_parameter_is_one_row_of_a_batch():
-    eqn = product(jnp.dot, V, W)
-    matrix = eqn.invars[1]
-    assert fate(eqn) is Fate.BECOMES_HALF
-    is_parameter = {matrix: True}.__getitem__
-    assert fate(eqn, is_parameter=is_parameter) is Fate.BECOMES_HALF
-    assert fate(eqn, is_parameter=lambda v: False) is Fate.STAYS
-    assert ops.stays_float32(eqn)
-    assert not ops.has_matrix_work(eqn, lambda v: False)
-    assert ops.has_matrix_work(eqn, is_parameter)
-
-
 def test_elementwise_operations_sums_and_moves_are_cheap():
     def cheap(fun, *args):
         return ops.is_cheap(program(fun, *args).eqns[-1])

@@ -6,7 +6,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers import assert_bitwise_equal
-from optimizers import PARAMS, linen
+from optimizers import PARAMS
 
 import jmp_scale.nnx
 from jmp_scale import checkpoints, full_parameters, with_half_storage
@@ -15,15 +15,13 @@ HALF = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
 KEY = jax.random.key(0)
 
 
-def of_two(params, state):
-    """States of two optimizers whose parameters have the same names, as a GAN's."""
-    return params, {"generator": state, "discriminator": state}
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (of_two, "expected one remainder of each parameter, .*that updates these"),
+        (  # two optimizers whose parameters have the same names, as a GAN's
+            lambda p, s: (p, [s, s]),
+            "expected one remainder of each parameter, .*that updates these",
+        ),
         (
             lambda p, s: ({"params": p}, s),
             r"params has \['params/b', 'params/w'\]; pass",
@@ -44,13 +42,6 @@ def test_without_remainders_parameters_are_cast():
     for state in ({}, with_half_storage(optax.adam(0.1)).init(HALF)):
         assert_bitwise_equal(full_parameters(HALF, state), wide)
     assert full_parameters(jnp.float16(2), ()).dtype == jnp.float32
-
-
-def test_linen_trains_half_precision_models_as_float32_ones():
-    inner = optax.sgd(2.0**-9, momentum=0.5)
-    params, state = linen(HALF, with_half_storage(inner))
-    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
-    assert_bitwise_equal(full_parameters(params, state), linen(PARAMS, inner)[0])
 
 
 class Mixed(nnx.Module):

@@ -3,9 +3,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from flax.core import FrozenDict
-from helpers import assert_bitwise_equal, slow
+from helpers import assert_bitwise_equal
 
 import jmp_scale
 from jmp_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
@@ -156,29 +155,7 @@ def test_equinox_filters_as_it_does_without_scaling():
     assert_bitwise_equal(scaled(*args), transform(fun)(*args))
 
 
-@pytest.mark.parametrize("argnums", [1, slow(nnx.DiffState(0, nnx.Param))])
-def test_nnx_differentiates_as_it_does_without_scaling(argnums):
-    def fun(a, b):
-        return (a(jnp.ones((1, 2))) * b(jnp.ones((1, 2)))).sum()
-
-    args = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(2, 3, rngs=nnx.Rngs(1))
-    options = {"argnums": argnums, "transform": nnx.value_and_grad}
-    scaled = jmp_scale.value_and_grad(fun, DynamicLossScale(), **options)
-    assert_bitwise_equal(scaled(*args), nnx.value_and_grad(fun, argnums=argnums)(*args))
-
-
 def test_fun_may_return_loss_and_aux_in_a_list():
     fun = jmp_scale.value_and_grad(lambda w: [w, 3], StaticLossScale(8.0), has_aux=True)
     value, grads = fun(jnp.float32(2.0))
     assert (value, grads) == ((2, 3), 1)
-
-
-@pytest.mark.parametrize("has_aux", [False, True])
-def test_a_transform_without_a_value_is_an_error(has_aux):
-    def fun(params):
-        return (params["a"] * params["b"], 1) if has_aux else params["a"] * params["b"]
-
-    options = {"has_aux": has_aux, "transform": jax.grad}
-    gradient = jmp_scale.value_and_grad(fun, StaticLossScale(8.0), **options)
-    with pytest.raises(TypeError, match="expected transform to return"):
-        gradient({"a": jnp.float32(1.0), "b": jnp.float32(2.0)})

@@ -11,19 +11,10 @@ from jmp_scale._autocast.provenance import Origin, Rules, read
 from jmp_scale._autocast.recompute.plan import Unit, make_plan
 
 
-def plan_of(fun, *args):
-    origins = [Origin.PARAMETER] * len(args)
-    return make_plan(
-        read(jax.make_jaxpr(fun)(*args), origins, Rules(*[jnp.dtype("bfloat16")] * 2))
-    )
-
-
 def units_of(fun, *args):
-    return [part for part in plan_of(fun, *args) if isinstance(part, Unit)]
-
-
-def primitives(unit):
-    return [eqn.primitive.name for eqn in unit.jaxpr.eqns]
+    origins, rules = [Origin.PARAMETER] * len(args), Rules(*[jnp.dtype("bfloat16")] * 2)
+    plan = make_plan(read(jax.make_jaxpr(fun)(*args), origins, rules))
+    return [part for part in plan if isinstance(part, Unit)]
 
 
 def test_a_softmax_is_saved_that_the_next_product_reads():
@@ -49,7 +40,8 @@ def test_an_operand_is_recomputed_of_less_than_its_copy(columns, is_saved):
         h = x @ w[:, :columns] + x[:, :columns]
         return jnp.pad(h, ((0, 0), (0, 16 - columns))) @ w
 
-    (unit,) = (u for u in units_of(f, W, X) if "add" in primitives(u))
+    adds = lambda eqn: eqn.primitive.name == "add"  # noqa: E731
+    (unit,) = (u for u in units_of(f, W, X) if any(map(adds, u.jaxpr.eqns)))
     assert bool(unit.places("is_saved_in_half")) == is_saved
 
 

@@ -1,10 +1,10 @@
 // Asks the site's own search worker: node docs/search_check.mjs SITE < queries
 // Reads one query a line; prints one line of JSON for each: the pages found, best first,
-// and the sections that stand unfolded below each, as Material and search_query.mjs show them.
+// and the sections that stand unfolded below each, as search_query.mjs orders them.
 import fs from "node:fs"
 import path from "node:path"
 import vm from "node:vm"
-import { ranked, shortened, UNFOLDED } from "./search_query.mjs"
+import { indexed, ranked, shortened, shown } from "./search_query.mjs"
 
 const site = process.argv[2]
 const workers = path.join(site, "assets/javascripts/workers")
@@ -23,12 +23,12 @@ const ask = data => new Promise(done => { answer = done; listen({ data }) })
 
 const SETUP = 0, QUERY = 2
 await ask({ type: SETUP, data: { ...index, options: {} } })
+const entries = indexed(index.docs)
 for (const query of fs.readFileSync(0, "utf8").trim().split("\n")) {
   const { data } = await ask({ type: QUERY, data: shortened(query) })
-  console.log(JSON.stringify(ranked(data.items).map(found => {
-    const sections = found.filter(entry => entry.location.includes("#"))
-    const as_good = sections.filter(entry => entry.score >= found[0].score).length
-    const shown = sections.slice(0, as_good + UNFOLDED).map(entry => entry.location)
-    return { page: found[0].location.split("#")[0], shown }
-  })))
+  const pages = ranked(data.items, query, entries).map(([first, ...sections], place) => ({
+    page: first.location.split("#")[0],
+    shown: sections.slice(0, shown(place)).map(entry => entry.location),
+  }))
+  console.log(JSON.stringify(pages))
 }

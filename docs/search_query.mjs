@@ -1,109 +1,201 @@
-// What the site's search is asked: a question without the words that every question has.
-// Material looks for each word as the beginning of others, so "in" would find `init`
-// and `install`, and "checkpoints" would not find "checkpoint".
+// The order of what the site's search finds. Material's worker finds all entries that have
+// one of the asked words; which pages come first, and which sections of each stand
+// below it, is decided here, by how rare the words are and where an entry has them.
 const STOP = new Set(`a about after all already also am an and any are as at be been
-  before but by can could did do does doing for from get gets go had has have how i if
-  in into is it its jax jnp just lax like make many me much my need needs no not of on
+  before but by can could did do does doing for from get gets go got had has have how i
+  if in into is it its jax jnp just lax like make many me much my need needs no not of on
   or other our out over see should so some than that the their them then there these
   they this to too use used uses using want was we were what when where which while who
   why will with without work works would you your`.split(/\s+/))
 
-// What the pages call by another word, both as `stem` returns them.
-const SAME = new Map(Object.entries({
-  oom: "memory",
-  vram: "memory",
-  fp32: "float32",
-  f32: "float32",
-  fp16: "float16",
-  f16: "float16",
-  bf16: "bfloat16",
-  collaps: "fall",
-  collapse: "fall",
-  decreas: "fall",
-  decrease: "fall",
-  drop: "fall",
-  halv: "fall",
-  shrink: "fall",
-  plateau: "learn",
-  stall: "learn",
-}))
+// Words for one thing, a line each.
+const SAME = `memory oom vram ram
+  float32 fp32 f32
+  float16 fp16 f16 half
+  bfloat16 bf16 half
+  falls drops decreases shrinks collapses halves reduces lower
+  increase grow
+  learn plateau stall converge
+  disable off exclude
+  manually hand
+  nan finite infinity inf
+  infinite inf overflow
+  llm gpt language
+  slow fast speed speedup
+  several multi multiple
+  explode diverge
+  amp autocast
+  wandb log tensorboard
+  save restore load checkpoint
+  resume restart
+  port migrate coming convert switch
+  compared difference versus vs
+  rope rotary
+  conv convolution
+  ema average
+  freeze frozen
+  error raises message`.split("\n").map(line => line.trim().split(" ").map(stem))
 
-// The beginning that a word shares with its other forms: skipped, skips, skipping.
+const TITLE = 2.5 // what a word in a title counts, where at most 1 is one in the text,
+const TAGS = 2 // in the page's tags,
+const PAGE = 0.8 // and for a section in its page's title
+const SYNONYM = 0.6
+const LONGER = 0.4 // a word that begins with the asked one
+const PAIR = 0.3 // two asked words beside each other
+// Of the first page three sections are shown, of the others two: so two pages fit.
+export const shown = place => (place ? 2 : 3)
+
+// What a word shares with its other forms: skipped, skips, skipping.
 function stem(word) {
-  if (!/^[a-z]{5,}$/.test(word) || word.endsWith("ss")) return word
-  const short = word.replace(/(ing|ies|ed|es|s)$/, "")
-  return short.length < 4 ? word : short.replace(/(.)\1$/, "$1")
+  if (!/^[a-z]{4,}$/.test(word) || word.endsWith("ss")) return word
+  const short = word.replace(/(ing|ies|ied|ed|er|es|s|y|e)$/, "")
+  return short.length < 3 ? word : short.replace(/([^s])\1$/, "$1")
 }
 
-export function shortened(question) {
-  // The search's own query language: +word, "words", field:word, word~1, word^2. Not the
-  // colons and quotes of a message, or the dashes of a flag, that someone pastes.
-  if (/(^|\s)\+\w|^"[^"]*"$|(^|\s)(title|text|tags):\w|\w[~^]\d/.test(question)) return question
-  const plain = question.toLowerCase().replace(/'s\b/g, "")
-  const parts = plain.split(/[\s?!,;:()[\]"'`=~^+-]+|\.(?!\d)/).filter(Boolean)
-  // A flag of JAX is mostly written without its prefix: jax_debug_nans, jax.debug_nans.
-  const flags = parts.filter(part => part.startsWith("jax_")).map(part => part.slice(4))
-  const words = [...parts, ...flags].map(stem).map(word => SAME.get(word) ?? word)
-  // Numbers say little, and lunr.js, which mixes up some words that end in digits, finds
-  // nothing at all with some of them.
-  const rest = words.filter(word => !STOP.has(word) && !/^\d+$/.test(word))
-  // In a message the function that raises it, "HealthLog: expected ...", and the kind of a
-  // finding, "[half-sum]", count most. A name, ragged_dot, says more than a word.
-  const named = plain.match(/[\w.]+(?=: expected )|\[[a-z][a-z -]+\]/g) ?? []
-  const names = new Set(named.join(" ").split(/[^\w]+/).map(stem))
-  // Twice: as a whole word, which counts more, and as the beginning of others.
-  const asked = (rest.length ? rest : words).map(word => {
-    const whole = `${word}^${names.has(word) ? 20 : word.includes("_") ? 10 : 2}`
-    return word.length > 1 ? `${whole} ${word}` : whole
-  })
-  return asked.join(" ")
+function parts(text) {
+  const plain = text.toLowerCase().replace(/'s\b/g, "")
+  return plain.split(/[\s?!,;:()[\]{}"'`=~^+/<>|*#@&’-]+|\.(?!\d)|(?<!\d)\./).filter(Boolean)
 }
 
-// Pages, best first: a page counts as its best entry does, whose score counts by the share
-// of the asked words that it has. One word in a title is not what a long question asks.
-export function ranked(pages) {
-  const share = ({ terms }) => {
-    const has = Object.values(terms)
-    return has.filter(Boolean).length / Math.max(1, has.length)
+const pairs = words => words.slice(1).map((word, i) => `${words[i]} ${word}`)
+
+// How often each word and each pair of words is in a text.
+function counts(text) {
+  const words = parts(text.replace(/<[^>]*>|&\w+;/g, " ")).map(stem)
+  const map = new Map()
+  for (const word of [...words, ...pairs(words)]) map.set(word, (map.get(word) ?? 0) + 1)
+  return map
+}
+
+// The entries of the site's index, by location, and in how many of them each word is.
+export function indexed(docs) {
+  const entries = new Map()
+  const known = new Map()
+  for (const { location, title, text, tags = [] } of docs) {
+    const page = entries.get(location.split("#")[0])
+    const entry = { title: counts(title), text: counts(text) }
+    entry.page = page ?? { title: new Map(), tags: counts(tags.join(" . ")) }
+    entry.tags = entry.page.tags
+    entries.set(location, entry)
+    const words = [entry.title, entry.text, ...(page ? [] : [entry.tags])]
+    for (const word of new Set(words.flatMap(map => [...map.keys()]))) {
+      known.set(word, (known.get(word) ?? 0) + 1)
+    }
   }
-  const best = entries => Math.max(...entries.map(entry => entry.score * share(entry)))
-  return pages.toSorted((one, other) => best(other) - best(one))
+  const sizes = [...entries.values()].map(entry => entry.text.size)
+  return { entries, known, size: sizes.reduce((sum, size) => sum + size) / sizes.length }
+}
+
+// The words of a question without those that every question has, and numbers.
+function words(question) {
+  const all = parts(question)
+  // A flag of JAX is mostly written without its prefix: jax_debug_nans, jax.debug_nans.
+  const flags = all.filter(part => part.startsWith("jax_")).map(part => part.slice(4))
+  const rest = [...all, ...flags].filter(word => !STOP.has(word) && !/^\d+$/.test(word))
+  return [...new Set((rest.length ? rest : all).map(stem))]
+}
+
+const same = word => SAME.filter(line => line.includes(word)).flat()
+
+// What the worker is asked. Not the search's own query language, which someone may use:
+// +word, "words", field:word, word~1, word^2. But a message may have colons and quotes.
+export function shortened(question) {
+  if (/(^|\s)\+\w|^"[^"]*"$|(^|\s)(title|text|tags):\w|\w[~^]\d/.test(question)) return question
+  const all = parts(question).map(stem)
+  const joined = all.slice(1).map((word, i) => all[i] + word) // batch norm
+  return [...new Set([...words(question), ...words(question).flatMap(same), ...joined])].join(" ")
+}
+
+// What is asked for: each word with all its forms, what a form counts, and how rare it is.
+function asked(question, { entries, known }) {
+  const rare = (...forms) => {
+    const count = Math.max(0, ...forms.map(form => known.get(form) ?? 0))
+    return count ? Math.log(1 + entries.size / count) : 0
+  }
+  const all = parts(question).map(stem)
+  const single = words(question).map(word => {
+    const forms = new Map([[word, 1]])
+    for (const form of known.keys()) {
+      if (form.startsWith(word) && word.length > 2 && !form.includes(" ") && form !== word) {
+        forms.set(form, LONGER * Math.min(1, word.length / form.length + 0.2))
+      }
+    }
+    for (const form of same(word)) if (form !== word) forms.set(form, SYNONYM)
+    // batch norm is batchnorm.
+    all.slice(1).forEach((next, i) => {
+      if (word === next || word === all[i]) forms.set(all[i] + next, 1)
+    })
+    return { forms, rare: known.has(word) ? rare(word) : rare(...forms.keys()) }
+  })
+  const rest = new Set(words(question))
+  const double = pairs(all).filter(pair => pair.split(" ").every(word => rest.has(word)))
+  return [
+    ...single,
+    ...double.map(pair => ({ forms: new Map([[pair, 1]]), rare: PAIR * rare(pair) })),
+  ]
+}
+
+function score(entry, asks, size) {
+  const best = (map, forms) => {
+    let most = 0
+    for (const [form, counts] of forms) if (counts > most && map.has(form)) most = counts
+    return most
+  }
+  let sum = 0
+  for (const { forms, rare } of asks) {
+    let often = 0
+    for (const [form, counts] of forms) often += counts * (entry.text.get(form) ?? 0)
+    const text = often / (often + 0.75 + (0.75 * entry.text.size) / size)
+    const page = Math.max(PAGE * best(entry.page.title, forms), TAGS * best(entry.tags, forms))
+    sum += rare * (text + TITLE * best(entry.title, forms) + page)
+  }
+  return sum
+}
+
+// Pages, best first, each with its sections, best first. Material unfolds the sections
+// whose score is that of their page's first entry.
+export function ranked(pages, question, index) {
+  const asks = asked(question, index)
+  const rated = pages.map(page => {
+    const scored = page.map(found => {
+      return { ...found, score: score(index.entries.get(found.location), asks, index.size) }
+    })
+    const [best, next] = scored.sort((one, other) => other.score - one.score)
+    return { scored, score: best.score + (next?.score ?? 0) / 4 }
+  })
+  rated.sort((one, other) => other.score - one.score)
+  return rated.map(({ scored }, place) => {
+    const sections = scored.filter(({ location }) => location.includes("#"))
+    const first = scored.find(({ location }) => !location.includes("#"))
+    return [first, ...sections].map((found, i) => ({ ...found, score: +(i <= shown(place)) }))
+  })
 }
 
 const QUERY = 2, RESULT = 3 // the types of messages to and from the search worker
 if (typeof Worker !== "undefined") {
-  const { postMessage, addEventListener } = Worker.prototype
+  const { postMessage } = Worker.prototype
+  const { get } = Object.getOwnPropertyDescriptor(MessageEvent.prototype, "data")
+  const questions = [] // that the worker has not answered
+  const answers = new WeakSet()
+  let index
+  fetch(new URL("search/search_index.json", import.meta.url))
+    .then(file => file.json())
+    .then(({ docs }) => (index = indexed(docs)))
   Worker.prototype.postMessage = function (message, ...rest) {
-    const asks = message?.type === QUERY && typeof message.data === "string"
-    const sent = asks ? { ...message, data: shortened(message.data) } : message
-    return postMessage.call(this, sent, ...rest)
+    if (message?.type !== QUERY) return postMessage.call(this, message, ...rest)
+    questions.push(message.data)
+    return postMessage.call(this, { ...message, data: shortened(message.data) }, ...rest)
   }
-  Worker.prototype.addEventListener = function (type, listener, ...rest) {
-    const heard = event => {
-      const found = event.data
-      if (found?.type === RESULT) found.data.items = ranked(found.data.items)
-      return listener.call(this, event)
-    }
-    return addEventListener.call(this, type, type === "message" ? heard : listener, ...rest)
-  }
-}
-
-// Material folds all sections whose score is below that of their page's first entry,
-// which with tags is nearly always the page's own. The best of them are shown.
-export const UNFOLDED = 2
-
-function unfold(item) {
-  const more = item.querySelector?.("details.md-search-result__more")
-  if (!more) return
-  const links = [...more.querySelectorAll("a.md-search-result__link")]
-  more.before(...links.slice(0, UNFOLDED))
-  const left = links.length - UNFOLDED
-  if (left > 0) more.querySelector("summary div").textContent = `${left} more on this page`
-  else more.remove()
-}
-
-if (typeof document !== "undefined") {
-  const list = document.querySelector(".md-search-result__list")
-  const unfoldAdded = records => records.forEach(({ addedNodes }) => addedNodes.forEach(unfold))
-  if (list) new MutationObserver(unfoldAdded).observe(list, { childList: true })
+  // Material listens before this file runs, so its events themselves have the new order.
+  Object.defineProperty(MessageEvent.prototype, "data", {
+    get() {
+      const answer = get.call(this)
+      if (this.target instanceof Worker && answer?.type === RESULT && !answers.has(answer)) {
+        answers.add(answer)
+        const question = questions.shift()
+        if (index) answer.data.items = ranked(answer.data.items, question, index)
+      }
+      return answer
+    },
+  })
 }

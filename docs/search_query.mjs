@@ -10,9 +10,8 @@ const STOP = new Set(`a about after all already also am an and any are as at be 
 
 // Words for one thing, a line each.
 const SAME = `memory oom vram ram
-  float32 fp32 f32
-  float16 fp16 f16 half
-  bfloat16 bf16 half
+  float16 half
+  bfloat16 half
   falls drops decreases shrinks collapses halves reduces lower
   increase grow
   learn plateau stall converge
@@ -23,6 +22,7 @@ const SAME = `memory oom vram ram
   llm gpt language
   slow fast speed speedup
   several multi multiple
+  weights parameters
   explode diverge
   amp autocast
   wandb log tensorboard
@@ -36,7 +36,7 @@ const SAME = `memory oom vram ram
   freeze frozen
   error raises message`.split("\n").map(line => line.trim().split(" ").map(stem))
 
-const TITLE = 2.5 // what a word in a title counts, where at most 1 is one in the text,
+const TITLE = 2 // what a word in a title counts, where at most 1 is one in the text,
 const TAGS = 2 // in the page's tags,
 const PAGE = 0.8 // and for a section in its page's title
 const SYNONYM = 0.6
@@ -45,8 +45,10 @@ const PAIR = 0.3 // two asked words beside each other
 // Of the first page three sections are shown, of the others two: so two pages fit.
 export const shown = place => (place ? 2 : 3)
 
-// What a word shares with its other forms: skipped, skips, skipping.
+// What a word shares with its other forms: skipped, skips, skipping; fp16, f16, float16.
 function stem(word) {
+  const dtype = word.match(/^(b?)(?:f|fp|float)(\d+)$/)
+  if (dtype) return `${dtype[1]}float${dtype[2]}`
   if (!/^[a-z]{4,}$/.test(word) || word.endsWith("ss")) return word
   const short = word.replace(/(ing|ies|ied|ed|er|es|s|y|e)$/, "")
   return short.length < 3 ? word : short.replace(/([^s])\1$/, "$1")
@@ -61,9 +63,11 @@ const pairs = words => words.slice(1).map((word, i) => `${words[i]} ${word}`)
 
 // How often each word and each pair of words is in a text.
 function counts(text) {
-  const words = parts(text.replace(/<[^>]*>|&\w+;/g, " ")).map(stem)
+  const names = parts(text.replace(/<[^>]*>|&\w+;/g, " "))
+  const words = names.map(stem)
+  const within = names.filter(name => name.includes("_")).flatMap(name => name.split("_").map(stem))
   const map = new Map()
-  for (const word of [...words, ...pairs(words)]) map.set(word, (map.get(word) ?? 0) + 1)
+  for (const word of [...words, ...pairs(words), ...within]) map.set(word, (map.get(word) ?? 0) + 1)
   return map
 }
 
@@ -125,7 +129,7 @@ function asked(question, { entries, known }) {
     all.slice(1).forEach((next, i) => {
       if (word === next || word === all[i]) forms.set(all[i] + next, 1)
     })
-    return { forms, rare: known.has(word) ? rare(word) : rare(...forms.keys()) }
+    return { forms, rare: (word.includes("_") ? 2 : 1) * (known.has(word) ? rare(word) : rare(...forms.keys())) }
   })
   const rest = new Set(words(question))
   const double = pairs(all).filter(pair => pair.split(" ").every(word => rest.has(word)))

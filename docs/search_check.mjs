@@ -25,7 +25,7 @@ const SETUP = 0, QUERY = 2
 await ask({ type: SETUP, data: { ...index, options: {} } })
 const entries = indexed(index.docs)
 for (const query of fs.readFileSync(0, "utf8").trim().split("\n")) {
-  const { data } = await ask({ type: QUERY, data: shortened(query) })
+  const { data } = await ask({ type: QUERY, data: shortened(query, entries) })
   const pages = ranked(data.items, query, entries).map(([first, ...sections], place) => ({
     page: first.location.split("#")[0],
     shown: sections.slice(0, shown(place)).map(entry => entry.location),

@@ -41,6 +41,7 @@ const TAGS = 2 // in the page's tags,
 const PAGE = 0.8 // and for a section in its page's title
 const SYNONYM = 0.6
 const LONGER = 0.4 // a word that begins with the asked one
+const MISTYPED = 0.8
 const PAIR = 0.3 // two asked words beside each other
 // Of the first page three sections are shown, of the others two: so two pages fit.
 export const shown = place => (place ? 2 : 3)
@@ -99,18 +100,36 @@ function words(question) {
   return [...new Set((rest.length ? rest : all).map(stem))]
 }
 
-const same = word => SAME.filter(line => line.includes(word)).flat()
-
-// What the worker is asked. Not the search's own query language, which someone may use:
-// +word, "words", field:word, word~1, word^2. But a message may have colons and quotes.
-export function shortened(question) {
-  if (/(^|\s)\+\w|^"[^"]*"$|(^|\s)(title|text|tags):\w|\w[~^]\d/.test(question)) return question
-  const all = parts(question).map(stem)
-  const joined = all.slice(1).map((word, i) => all[i] + word) // batch norm
-  return [...new Set([...words(question), ...words(question).flatMap(same), ...joined])].join(" ")
+// Whether one letter was forgotten, added, or changed: infernce, optimiser.
+function mistyped(word, other) {
+  if (word.length < 5 || Math.abs(word.length - other.length) > 1) return false
+  let start = 0
+  while (start < word.length && word[start] === other[start]) start += 1
+  const ends = [[1, 1], [1, 0], [0, 1]]
+  return ends.some(([one, two]) => word.slice(start + one) === other.slice(start + two))
 }
 
-// What is asked for: each word with all its forms, what a form counts, and how rare it is.
+// All forms of an asked word, and what each counts.
+function formsOf(word, all, known) {
+  const forms = new Map([[word, 1]])
+  const others = [...known.keys()].filter(form => form !== word && !form.includes(" "))
+  const longer = word.length > 2 ? others.filter(form => form.startsWith(word)) : []
+  for (const form of longer) {
+    forms.set(form, LONGER * Math.min(1, word.length / form.length + 0.2))
+  }
+  if (!known.has(word) && !longer.length) {
+    for (const form of others) if (mistyped(word, form)) forms.set(form, MISTYPED)
+  }
+  for (const line of SAME.filter(line => line.includes(word))) {
+    for (const form of line) if (form !== word) forms.set(form, SYNONYM)
+  }
+  all.slice(1).forEach((next, i) => {
+    if (word === next || word === all[i]) forms.set(all[i] + next, 1) // batch norm: batchnorm
+  })
+  return forms
+}
+
+// What is asked for: each word with its forms, and how rare it is. A name says more.
 function asked(question, { entries, known }) {
   const rare = (...forms) => {
     const count = Math.max(0, ...forms.map(form => known.get(form) ?? 0))
@@ -118,25 +137,27 @@ function asked(question, { entries, known }) {
   }
   const all = parts(question).map(stem)
   const single = words(question).map(word => {
-    const forms = new Map([[word, 1]])
-    for (const form of known.keys()) {
-      if (form.startsWith(word) && word.length > 2 && !form.includes(" ") && form !== word) {
-        forms.set(form, LONGER * Math.min(1, word.length / form.length + 0.2))
-      }
-    }
-    for (const form of same(word)) if (form !== word) forms.set(form, SYNONYM)
-    // batch norm is batchnorm.
-    all.slice(1).forEach((next, i) => {
-      if (word === next || word === all[i]) forms.set(all[i] + next, 1)
-    })
-    return { forms, rare: (word.includes("_") ? 2 : 1) * (known.has(word) ? rare(word) : rare(...forms.keys())) }
+    const forms = formsOf(word, all, known)
+    const found = known.has(word) ? rare(word) : rare(...forms.keys())
+    return { word, forms, rare: word.includes("_") ? 2 * found : found }
   })
-  const rest = new Set(words(question))
-  const double = pairs(all).filter(pair => pair.split(" ").every(word => rest.has(word)))
+  const kept = new Set(single.map(({ word }) => word))
+  const double = pairs(all).filter(pair => pair.split(" ").every(word => kept.has(word)))
   return [
     ...single,
-    ...double.map(pair => ({ forms: new Map([[pair, 1]]), rare: PAIR * rare(pair) })),
+    ...double.map(pair => ({ word: "", forms: new Map([[pair, 1]]), rare: PAIR * rare(pair) })),
   ]
+}
+
+// What the worker is asked, which finds all words that begin with one of these. Not the
+// search's own query language, which someone may use: +word, "words", field:word, word~1,
+// word^2. But a message may have colons and quotes.
+export function shortened(question, index) {
+  if (/(^|\s)\+\w|^"[^"]*"$|(^|\s)(title|text|tags):\w|\w[~^]\d/.test(question)) return question
+  const forms = asked(question, index).flatMap(({ word, forms }) => {
+    return [...forms.keys()].filter(form => word && (form === word || !form.startsWith(word)))
+  })
+  return [...new Set(forms)].join(" ")
 }
 
 function score(entry, asks, size) {
@@ -188,7 +209,8 @@ if (typeof Worker !== "undefined") {
   Worker.prototype.postMessage = function (message, ...rest) {
     if (message?.type !== QUERY) return postMessage.call(this, message, ...rest)
     questions.push(message.data)
-    return postMessage.call(this, { ...message, data: shortened(message.data) }, ...rest)
+    const data = index ? shortened(message.data, index) : message.data
+    return postMessage.call(this, { ...message, data }, ...rest)
   }
   // Material listens before this file runs, so its events themselves have the new order.
   Object.defineProperty(MessageEvent.prototype, "data", {

@@ -22,7 +22,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 from jax.extend.source_info_util import NameStack
 from jax.interpreters import ad
 
-from ._types import Leaf
+from ._types import PyTree
 
 Atom = Var | Literal
 Program = Jaxpr | ClosedJaxpr  # jax 0.12 has one kind only
@@ -172,7 +172,7 @@ def constant(value: object) -> np.ndarray | None:
     return None
 
 
-def has_infinite_entries(value: Leaf) -> bool:
+def has_infinite_entries(value: PyTree) -> bool:
     """Whether a constant of any size is known to have infinite elements."""
     with contextlib.suppress(Exception):
         return bool(np.isinf(value).any())
@@ -185,7 +185,7 @@ def bare(jaxpr: Program) -> Jaxpr:
     return inner
 
 
-def open_jaxpr(jaxpr: Program) -> tuple[Jaxpr, list[Leaf]]:
+def open_jaxpr(jaxpr: Program) -> tuple[Jaxpr, list[PyTree]]:
     """Returns a bare jaxpr and the values of its constants, None if unknown."""
     inner = bare(jaxpr)
     consts = list(getattr(jaxpr, "consts", ()) or ())
@@ -394,7 +394,7 @@ def place_of(eqns: Iterable[JaxprEqn]) -> str:
     return ""
 
 
-def evaluate(eqn: JaxprEqn, values: Sequence[Leaf], **params: Any) -> list[jax.Array]:
+def evaluate(eqn: JaxprEqn, values: Sequence[PyTree], **params: Any) -> list[jax.Array]:
     """Evaluates an equation with these operands; `params` replace its own.
 
     It follows `jax.core.eval_jaxpr`, which would need a jaxpr for each equation.
@@ -411,8 +411,8 @@ def evaluate(eqn: JaxprEqn, values: Sequence[Leaf], **params: Any) -> list[jax.A
 
 def evaluate_all(
     jaxpr: Jaxpr,
-    inputs: Sequence[Leaf],
-    consts: Sequence[Leaf] = (),
+    inputs: Sequence[PyTree],
+    consts: Sequence[PyTree] = (),
     change: Callable[[Var, jax.Array], jax.Array] = lambda var, value: value,
 ) -> list[jax.Array]:
     """Evaluates a bare jaxpr equation by equation, and returns its outputs.

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Sharding
 
 from . import _jaxpr
 from ._jaxpr import Atom, Program
-from ._types import Leaf
+from ._types import PyTree
 
 
 def structural_key(jaxpr: Jaxpr) -> Hashable:
@@ -73,9 +73,9 @@ def with_products(eqn: JaxprEqn, change: Callable[[JaxprEqn], JaxprEqn]) -> Jaxp
 
 def inlined(
     jaxpr: Program, is_open: Callable[[JaxprEqn], bool]
-) -> tuple[Jaxpr, dict[Var, Leaf]]:
+) -> tuple[Jaxpr, dict[Var, PyTree]]:
     """Inlines calls for which `is_open`; returns the constants by variable, too."""
-    constants: dict[Var, Leaf] = {}
+    constants: dict[Var, PyTree] = {}
     eqns: list[JaxprEqn] = []
 
     def add(body: Program, inputs: Sequence[Atom], scopes: NameStack) -> list[Atom]:

@@ -12,7 +12,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ._types import Function, Leaf, Mesh, PyTree
+from ._types import Function, Mesh, PyTree
 
 T = TypeVar("T")
 AxisName = str | Sequence[str] | None
@@ -43,7 +43,7 @@ def agreement(function: str = "", axis_name: AxisName = None) -> Agreement:
     return agree
 
 
-def reshard_like(x: Leaf, like: Leaf) -> Leaf:
+def reshard_like(x: PyTree, like: PyTree) -> PyTree:
     """Gives `x` the sharding of `like`, if types have one (Explicit mesh axes)."""
     if not (isinstance(x, jax.Array) and isinstance(like, jax.Array)):
         return x
@@ -126,7 +126,7 @@ def dimensions(spec: PartitionSpec) -> tuple[AxisName, ...]:
     return spec.partitions if hasattr(spec, "partitions") else tuple(spec)
 
 
-def unreduced_axes(leaf: Leaf) -> Axes:
+def unreduced_axes(leaf: PyTree) -> Axes:
     """Returns the mesh axes over which devices hold parts of a sum (Explicit axes)."""
     if not isinstance(leaf, jax.Array):
         return ()

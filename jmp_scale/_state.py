@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from . import _pytree
 from ._tree import find_nodes, multiply
-from ._types import Leaf, PyTree
+from ._types import PyTree
 from ._validation import described
 
 T = TypeVar("T")
@@ -175,6 +175,6 @@ def checked_optimizer(
     return optax.with_extra_args_support(inner)
 
 
-def is_nothing(x: Leaf) -> bool:
+def is_nothing(x: PyTree) -> bool:
     """Whether it stands for a leaf or a subtree without an update."""
     return x is None or isinstance(x, optax.MaskedNode)

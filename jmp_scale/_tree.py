@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from . import _mesh
-from ._types import Arrays, Function, KeyPath, Leaf, PyTree
+from ._types import Arrays, Function, KeyPath, PyTree
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 
 
-def is_inexact(leaf: Leaf) -> bool:
+def is_inexact(leaf: PyTree) -> bool:
     """Whether a leaf holds real or complex floating-point numbers; only these scale."""
     if isinstance(leaf, (float, complex)):
         return True
@@ -30,13 +30,13 @@ def is_inexact(leaf: Leaf) -> bool:
 def map_inexact(fun: Function, tree: T, *rest: PyTree) -> T:
     """Applies `fun` to the inexact leaves of `tree`; returns the others unchanged."""
 
-    def map_leaf(leaf: Leaf, *others: PyTree) -> Leaf:
+    def map_leaf(leaf: PyTree, *others: PyTree) -> PyTree:
         return fun(leaf, *others) if is_inexact(leaf) else leaf
 
     return jax.tree.map(map_leaf, tree, *rest)
 
 
-def leaves_by_name(tree: PyTree) -> dict[str, Leaf]:
+def leaves_by_name(tree: PyTree) -> dict[str, PyTree]:
     """Returns leaves by path; on disk keys, indices and field names are all strings."""
     pairs = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in pairs}
@@ -45,7 +45,7 @@ def leaves_by_name(tree: PyTree) -> dict[str, Leaf]:
 def promote_to_float32(tree: T) -> T:
     """Casts inexact leaves narrower than 32 bits to float32, and no others."""
 
-    def widen_leaf(leaf: Leaf) -> Leaf:
+    def widen_leaf(leaf: PyTree) -> PyTree:
         narrow = jnp.result_type(leaf).itemsize < 4
         return jnp.asarray(leaf).astype(jnp.float32) if narrow else leaf
 
@@ -55,7 +55,7 @@ def promote_to_float32(tree: T) -> T:
 def cast_floating(tree: T, dtype: DTypeLike) -> T:
     """Casts real floating-point arrays to `dtype`; returns other leaves unchanged."""
 
-    def cast_leaf(leaf: Leaf) -> Leaf:
+    def cast_leaf(leaf: PyTree) -> PyTree:
         is_array = isinstance(leaf, (np.ndarray, np.generic, jax.Array))
         is_real = is_array and jnp.issubdtype(leaf.dtype, jnp.floating)
         return leaf.astype(dtype) if is_real else leaf
@@ -94,7 +94,9 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
     return jax.tree_util.tree_map_with_path(select, on_true, on_false)
 
 
-def _select_leaf(pred: ArrayLike, path: KeyPath, on_true: Leaf, on_false: Leaf) -> Leaf:
+def _select_leaf(
+    pred: ArrayLike, path: KeyPath, on_true: PyTree, on_false: PyTree
+) -> PyTree:
     if on_true is on_false:
         return on_false
     where = f"select_tree: leaf {jax.tree_util.keystr(path) or '(the whole tree)'}"
@@ -143,7 +145,7 @@ def multiply(function: str, tree: T, s: jax.Array, *, inverse: bool = False) -> 
         # The complex product (inf + 0j) * (S + 0j) would have NaNs.
         return lax.complex(times(x.real, s), times(x.imag, s))
 
-    def multiply_leaf(leaf: Leaf) -> jax.Array:
+    def multiply_leaf(leaf: PyTree) -> jax.Array:
         # Promote before multiplying, because in float16 a loss of 3 times S = 2^15 is
         # infinite.
         return _mesh.on_parts(multiply_array, jnp.asarray(promote_to_float32(leaf)), s)
@@ -151,10 +153,10 @@ def multiply(function: str, tree: T, s: jax.Array, *, inverse: bool = False) -> 
     return map_gradients(multiply_leaf, tree)
 
 
-def map_gradients(fun: Callable[[Leaf], Leaf], tree: T) -> T:
+def map_gradients(fun: Callable[[PyTree], PyTree], tree: T) -> T:
     """Applies `fun` to inexact leaves that are not below `_overwrite_with_gradient`."""
 
-    def map_leaf(path: KeyPath, leaf: Leaf) -> Leaf:
+    def map_leaf(path: KeyPath, leaf: PyTree) -> PyTree:
         # In place of gradients of float8 scales, JAX's transforms return their next
         # values, which were never multiplied by S.
         names = (getattr(key, "key", None) for key in path)
@@ -165,7 +167,7 @@ def map_gradients(fun: Callable[[Leaf], Leaf], tree: T) -> T:
     return jax.tree_util.tree_map_with_path(map_leaf, tree)
 
 
-def is_array(leaf: Leaf) -> bool:
+def is_array(leaf: PyTree) -> bool:
     """Whether a leaf is an array for JAX, or stands for one."""
     kinds = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
     # NumPy's strings, objects and dates are not arrays for JAX. Keys have no kind.

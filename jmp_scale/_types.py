@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 import jax
 
-PyTree: TypeAlias = Any  # a container of any structure, or a leaf alone
-Leaf: TypeAlias = Any  # of a pytree: an array, a number, or an object without data
+# A container of any structure, or a leaf: an array, a number, an object without data.
+PyTree: TypeAlias = Any
 Arrays: TypeAlias = Sequence[jax.Array]
 Scalar: TypeAlias = jax.Array  # of shape ()
 Flag: TypeAlias = jax.Array  # bool[]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._tree import is_module
-from ._types import Leaf
+from ._types import PyTree
 
 # In this range S and 1/S are normal in float32. XLA flushes subnormals to zero.
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
@@ -102,7 +102,9 @@ def rule(arguments: Arguments, given: Mapping[str, Any]) -> dict[str, Any]:
     return values | {"min_loss_scale": _float32(low), "max_loss_scale": _float32(high)}
 
 
-def float32_leaf(arguments: Arguments, value: Leaf, low: float, high: float) -> Leaf:
+def float32_leaf(
+    arguments: Arguments, value: PyTree, low: float, high: float
+) -> PyTree:
     """Returns the leaf S as float32, strongly typed; a placeholder unchanged."""
     if not _is_numeric(arguments, "loss_scale", value):
         return value
@@ -118,8 +120,8 @@ def float32_leaf(arguments: Arguments, value: Leaf, low: float, high: float) -> 
 
 
 def int32_leaf(
-    arguments: Arguments, argument: str, value: Leaf, start: int, loss_scale: Leaf
-) -> Leaf:
+    arguments: Arguments, argument: str, value: PyTree, start: int, loss_scale: PyTree
+) -> PyTree:
     """Returns a counter as int32 of the shape of S; None becomes `start`."""
     follows = _is_numeric(arguments, "loss_scale", loss_scale)
     value = start if value is None and follows else value
@@ -159,7 +161,7 @@ def _float32(number: float) -> float:
         return float(np.float32(number))
 
 
-def _is_numeric(arguments: Arguments, argument: str, value: Leaf) -> bool:
+def _is_numeric(arguments: Arguments, argument: str, value: PyTree) -> bool:
     """Whether a leaf is a number or an array, and not a placeholder of JAX."""
     if isinstance(value, (str, bytes, complex)) or type(value) in (list, tuple, dict):
         raise TypeError(arguments.message(argument, "a number or an array", value))
@@ -190,7 +192,7 @@ def require_bool(function: str, argument: str, value: object) -> None:
         raise TypeError(message)
 
 
-def described(value: Leaf) -> str:
+def described(value: PyTree) -> str:
     """Returns kind and size of a value, for an error."""
     if inspect.isclass(value):
         return f"the class {value.__name__}"

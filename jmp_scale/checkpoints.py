@@ -26,7 +26,7 @@ from ._state import (
     is_loss_scale_state,
 )
 from ._tree import is_data, leaves_by_name, with_arrays
-from ._types import Leaf, PyTree
+from ._types import PyTree
 from ._validation import require_callable
 
 T = TypeVar("T")
@@ -166,11 +166,11 @@ def _restored(
     return jax.tree.unflatten(structure, restored)
 
 
-def _is_saved(leaf: Leaf) -> bool:
+def _is_saved(leaf: PyTree) -> bool:
     return is_data(leaf) or hasattr(leaf, "dtype")
 
 
-def _as_in_state(value: Leaf, leaf: Leaf, on_disk: Leaf) -> tuple[Leaf, Leaf]:
+def _as_in_state(value: PyTree, leaf: PyTree, on_disk: PyTree) -> tuple[PyTree, PyTree]:
     """Returns a value like a leaf of the state, and the remainder of its rounding."""
     if not hasattr(leaf, "dtype"):
         return value, None  # a Python number, which `jit` tells from an array
@@ -186,7 +186,9 @@ def _scaling_leaves(numbers: PyTree) -> dict[int, bool]:
     return {i: k == "guard" for k, tree in of.items() for i in jax.tree.leaves(tree)}
 
 
-def _remainders_by_parameter(numbers: PyTree, leaves: Sequence[Leaf]) -> dict[int, int]:
+def _remainders_by_parameter(
+    numbers: PyTree, leaves: Sequence[PyTree]
+) -> dict[int, int]:
     """Returns the number of each remainder among the leaves, by its parameter's."""
     kept = remainders("restore", numbers)
     outside = _replaced(numbers, is_half_storage, lambda _: None)
@@ -213,10 +215,10 @@ def _replaced(
     """Returns `tree` with each new state replaced by its older form."""
 
     # NNX leaves out an entry that holds no array, such as the inner state of SGD.
-    def is_empty(x: Leaf) -> bool:
+    def is_empty(x: PyTree) -> bool:
         return isinstance(x, Mapping) and is_new(x) and old(x) is None
 
-    def has_empty(x: Leaf) -> bool:
+    def has_empty(x: PyTree) -> bool:
         return isinstance(x, Mapping) and any(map(is_empty, x.values()))
 
     def replace(x: PyTree) -> PyTree:
@@ -241,16 +243,16 @@ def _without_guard(node: PyTree) -> PyTree:
     return type(node)(fields)  # pyright: ignore[reportCallIssue]
 
 
-def _widened(x: Leaf) -> Leaf:
+def _widened(x: PyTree) -> PyTree:
     return join(x) if is_bfloat16(x) else x
 
 
-def _fits(value: Leaf, like: Leaf) -> bool:
+def _fits(value: PyTree, like: PyTree) -> bool:
     dtypes = {getattr(x, "dtype", None) for x in (value, like)} - {None}  # of arrays
     return is_data(value) and len(dtypes) < 2 and jnp.shape(value) == jnp.shape(like)
 
 
-def _type(x: Leaf) -> str:
+def _type(x: PyTree) -> str:
     # Orbax's partial restore leaves a ShapeDtypeStruct for what it did not read.
     if x is None or isinstance(x, jax.ShapeDtypeStruct):
         return "nothing"

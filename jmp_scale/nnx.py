@@ -21,7 +21,7 @@ from ._scaling.spike_guard import SpikeGuard
 from ._scaling.transform import LossScaleTransformation
 from ._state import LossScale
 from ._tree import is_data, is_inexact, with_arrays
-from ._types import Flag, Function, KeyPath, Leaf, PyTree
+from ._types import Flag, Function, KeyPath, PyTree
 from ._validation import require_function
 
 F = TypeVar("F", bound=Function)
@@ -225,7 +225,7 @@ def _has_modules(tree: PyTree) -> bool:
 def _graph_nodes(args: PyTree) -> list[_Node]:
     """Returns modules and single variables among the arguments, in any containers."""
 
-    def is_node(x: Leaf) -> bool:
+    def is_node(x: PyTree) -> bool:
         return isinstance(x, (nnx.Pytree, nnx.Variable))
 
     return [x for x in jax.tree.leaves(args, is_leaf=is_node) if is_node(x)]
@@ -236,13 +236,13 @@ def _variables(nodes: list[_Node]) -> dict[_Path, nnx.Variable]:
     return dict(nnx.to_flat_state(nnx.state(nodes, nnx.Not(nnx.Intermediate))))
 
 
-def _leaves(variable: PyTree) -> dict[KeyPath, Leaf]:
+def _leaves(variable: PyTree) -> dict[KeyPath, PyTree]:
     """Returns the leaves of a variable by path; it may contain a mutable dict."""
     return dict(jax.tree_util.tree_leaves_with_path(variable))
 
 
 def _put_back_unless(
-    keep: Flag, nodes: list[_Node], before: dict[_Path, dict[KeyPath, Leaf]]
+    keep: Flag, nodes: list[_Node], before: dict[_Path, dict[KeyPath, PyTree]]
 ) -> None:
     """Restores the variables that a forward pass wrote, unless `keep`."""
     selected = {}
@@ -254,7 +254,7 @@ def _put_back_unless(
     nnx.update(nodes, nnx.from_flat_state(selected))
 
 
-def _select(keep: Flag, new: Leaf, old: Leaf) -> Leaf:
+def _select(keep: Flag, new: PyTree, old: PyTree) -> PyTree:
     """Returns `new` if `keep`, else `old`; without an `old`, `new` with NaNs as 0."""
     # An unwritten leaf is the same object, so parameters need no select.
     if new is old or not is_data(new):

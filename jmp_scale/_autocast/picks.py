@@ -21,7 +21,7 @@ import numpy as np
 
 from .. import _jaxpr
 from .._jaxpr import Atom, JaxprEqn, Var
-from .._types import Leaf
+from .._types import PyTree
 from .derivatives import Replacement, linear
 
 Maker = Callable[[Atom], JaxprEqn | None]
@@ -63,7 +63,9 @@ def has_picks(eqn: JaxprEqn) -> bool:
     return any(map(may_pick, _jaxpr.equations_within(eqn)))
 
 
-def as_pick(eqn: JaxprEqn, maker_of: Maker, constants: Mapping[Var, Leaf]) -> JaxprEqn:
+def as_pick(
+    eqn: JaxprEqn, maker_of: Maker, constants: Mapping[Var, PyTree]
+) -> JaxprEqn:
     """Returns an equation that compares, or `eqn` if it does not pick one of each row.
 
     `maker_of` finds the equation of a variable, `constants` has the values of others.
@@ -74,7 +76,7 @@ def as_pick(eqn: JaxprEqn, maker_of: Maker, constants: Mapping[Var, Leaf]) -> Ja
 
 
 def _pick_of(
-    eqn: JaxprEqn, maker_of: Maker, constants: Mapping[Var, Leaf]
+    eqn: JaxprEqn, maker_of: Maker, constants: Mapping[Var, PyTree]
 ) -> Pick | None:
     sizes, rows = _dims(eqn.invars[0]), _dims(eqn.invars[1])[:-1]
     start_indices = eqn.params["dimension_numbers"].start_index_map
@@ -105,7 +107,7 @@ def _counted(
     eqn: JaxprEqn,
     columns: Mapping[int, int],
     maker_of: Maker,
-    constants: Mapping[Var, Leaf],
+    constants: Mapping[Var, PyTree],
 ) -> dict[int, int]:
     """Returns axes of the array, with the dimension of the indices that counts there.
 
@@ -146,7 +148,7 @@ def _dims(v: Atom) -> tuple[Any, ...]:
 
 
 def _computed(
-    v: Atom, maker_of: Maker, constants: Mapping[Var, Leaf]
+    v: Atom, maker_of: Maker, constants: Mapping[Var, PyTree]
 ) -> np.ndarray | None:
     """Returns indices that no input changes, such as `jnp.arange(n)`; else None."""
     shape = _dims(v)

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from .. import _jaxpr, _jaxpr_rewrite
 from .._jaxpr import Atom, Jaxpr, JaxprEqn, Var, dtype_name, is_float32, variables
 from .._policy import is_half
-from .._types import Leaf
+from .._types import PyTree
 from .biases import MOVES, adds_bias, sizes_of_expensive, with_rounding
 from .picks import as_pick, has_picks, may_pick
 from .products import (
@@ -122,7 +122,7 @@ class Reading:
 
     rules: Rules
     jaxpr: Jaxpr
-    constants: dict[Var, Leaf]  # values, by variable
+    constants: dict[Var, PyTree]  # values, by variable
     stored: dict[Var, np.dtype]  # of what is stored in half precision, perhaps moved
     given: Mapping[Var, Provenance]  # of inputs and constants that are not data
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from .._policy import holds_half
 from .._state import fields_of, find_half_storage, find_loss_scale_states
 from .._tree import leaves_by_name, with_arrays
-from .._types import Leaf, PyTree
+from .._types import PyTree
 from . import bfloat16
 
 
@@ -75,7 +75,7 @@ def check_pairs(
 ) -> None:
     """Raises an error unless remainders and parameters belong together."""
     for name in sorted(params.keys() | remainders.keys()):
-        p: Leaf = params.get(name)
+        p: PyTree = params.get(name)
         kept = remainders.get(name)
         if kept is None and not (has_all and is_bfloat16(p)):
             continue
@@ -91,12 +91,12 @@ def check_pairs(
             )
 
 
-def is_bfloat16(x: Leaf) -> bool:
+def is_bfloat16(x: PyTree) -> bool:
     """Whether a leaf is a bfloat16 array."""
     return getattr(x, "dtype", None) == jnp.bfloat16
 
 
-def join(p: Leaf, remainder: PyTree = None) -> Leaf:
+def join(p: PyTree, remainder: PyTree = None) -> PyTree:
     """Returns the float32 value of a half-precision parameter and its remainder."""
     if not holds_half(p):
         return p

@@ -35,7 +35,7 @@ from .._state import (
     is_nothing,
 )
 from .._tree import find_nodes, is_inexact, leaves_by_name, promote_to_float32
-from .._types import KeyPath, Leaf, PyTree
+from .._types import KeyPath, PyTree
 from .._validation import described
 from . import bfloat16
 from .parameters import check_pairs, is_bfloat16, join
@@ -135,7 +135,7 @@ class _HalfStorage:
             self._check_parameters(params)
             self._check_averages(inner_state, params)
 
-        def zeros(p: Leaf) -> jax.Array | None:
+        def zeros(p: PyTree) -> jax.Array | None:
             keeps = self.remainders and is_bfloat16(p)
             return jnp.zeros_like(p, jnp.int16) if keeps else None
 
@@ -177,7 +177,7 @@ class _HalfStorage:
     def _averages_of(self, state: PyTree, params: PyTree) -> list["_Place | None"]:
         """Returns the place of each leaf that is stored in bfloat16; None of others."""
 
-        def average(place: _Place, x: Leaf) -> _Place | None:
+        def average(place: _Place, x: PyTree) -> _Place | None:
             is_narrow = getattr(x, "dtype", None) == jnp.float32 or holds_half(x)
             is_stored = place.field in self.averages and is_narrow and x.ndim
             return place if is_stored else None
@@ -312,7 +312,7 @@ def _stochastic(x: jax.Array, bits: jax.Array) -> jax.Array:
 
 
 def _rounded_update(
-    update: Leaf, p: Leaf, full: Leaf, remainder: PyTree, key: jax.Array | None
+    update: PyTree, p: PyTree, full: PyTree, remainder: PyTree, key: jax.Array | None
 ) -> tuple[PyTree, PyTree]:
     """Returns the update to the rounding of the new value, and the remainder."""
     if is_nothing(update) or not is_bfloat16(p):

@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 
 from .. import _mesh
 from .._policy import name_to_dtype
-from .._types import Leaf, PyTree
+from .._types import PyTree
 
 T = TypeVar("T")
 
@@ -127,7 +127,7 @@ class _Gradient(NamedTuple):
 
     name: str
     array: jax.Array
-    like: Leaf
+    like: PyTree
 
     def error(self, expected: str, got: str, cure: str) -> ValueError:
         return ValueError(
@@ -387,7 +387,7 @@ def _leaves_like(like: PyTree, structure: PyTree) -> list[PyTree]:
         ) from None
 
 
-def _placement(name: str, like: Leaf) -> PyTree:
+def _placement(name: str, like: PyTree) -> PyTree:
     """Returns the array or spec whose placement a leaf gets, or None."""
     like = like.spec if isinstance(like, NamedSharding) else like
     if like is None or isinstance(like, PartitionSpec) or hasattr(like, "shape"):

@@ -26,7 +26,7 @@ from jax.extend.core import Jaxpr, Var
 
 from .._jaxpr import WAITS_OR_SHOWS, equations, evaluate_all, is_literal
 from .._tree import is_inexact, map_inexact, select_tree
-from .._types import Arrays, Flag, Function, Leaf, PyTree
+from .._types import Arrays, Flag, Function, PyTree
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -81,12 +81,12 @@ def keep(applied: Flag, updates: T, new: S, old: S) -> tuple[T, S]:
     return select_tree(applied, updates, zeros), select_tree(applied, new, old)
 
 
-def unless(applied: Flag, tree: T, other: Callable[[Leaf], Leaf]) -> T:
+def unless(applied: Flag, tree: T, other: Callable[[PyTree], PyTree]) -> T:
     """Returns `tree`; on a skipped step, with `other` applied to each inexact leaf."""
     return map_inexact(lambda x: jnp.where(applied, x, other(x)), tree)
 
 
-def _negative_zeros(update: Leaf) -> jax.Array:
+def _negative_zeros(update: PyTree) -> jax.Array:
     if not is_inexact(update):
         return jnp.zeros_like(update)
     return jnp.full_like(update, -np.zeros([], jnp.result_type(update)))

@@ -24,7 +24,7 @@ from .._state import (
     is_nothing,
 )
 from .._tree import is_data, is_inexact, map_inexact, promote_to_float32
-from .._types import Flag, KeyPath, Leaf, PyTree
+from .._types import Flag, KeyPath, PyTree
 from .._validation import warn
 from .finite import finite, finite_and_norm
 from .loss_scale import NoOpLossScale, checked_loss_scale
@@ -309,7 +309,7 @@ def _check_arguments(updates: PyTree, state: object, params: PyTree) -> None:
     if params is None:
         return
 
-    def compare(update: Leaf, param: PyTree) -> None:
+    def compare(update: PyTree, param: PyTree) -> None:
         if not is_nothing(update):  # "nothing" may stand for a whole subtree
             jax.tree.map(lambda *_: None, param, update, is_leaf=is_nothing)
 
@@ -328,7 +328,7 @@ def fresh_buffers(state: T, params: PyTree = ()) -> T:
     # A state may hold the parameters themselves; a buffer can be donated only once.
     taken = {id(leaf) for leaf in jax.tree.leaves(params)}
 
-    def fresh_leaf(leaf: Leaf) -> Leaf:
+    def fresh_leaf(leaf: PyTree) -> PyTree:
         if not isinstance(leaf, (jax.Array, bool, int, float, complex)):
             return leaf
         array = jnp.asarray(leaf)
@@ -342,7 +342,7 @@ def fresh_buffers(state: T, params: PyTree = ()) -> T:
     return jax.tree.map(fresh_leaf, state)
 
 
-def _cast_leaf(x: Leaf, like: Leaf) -> Leaf:
+def _cast_leaf(x: PyTree, like: PyTree) -> PyTree:
     """Casts a floating-point leaf to the dtype of another."""
     castable = is_inexact(x) and is_inexact(like)
     return jnp.asarray(x).astype(jnp.result_type(like)) if castable else x
@@ -358,7 +358,7 @@ def _state_like(new: optax.OptState, old: optax.OptState) -> optax.OptState:
             "Chain what only measures, such as optax.monitor, outside of it"
         )
 
-    def like(path: KeyPath, new: Leaf, old: Leaf) -> Leaf:
+    def like(path: KeyPath, new: PyTree, old: PyTree) -> PyTree:
         new = _cast_leaf(new, old)
         if is_data(new) and is_data(old):
             got, expected = jax.typeof(new), jax.typeof(old)

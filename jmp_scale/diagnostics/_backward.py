@@ -16,7 +16,7 @@ from .._scaling.finite import all_finite
 from .._scaling.gradients import checked_output, differentiated
 from .._scaling.loss_scale import DynamicLossScale, LossScale, scale_value
 from .._tree import find_nodes, is_array, is_inexact, is_module, split_arrays
-from .._types import Arrays, Function, Leaf, PyTree, Scalar
+from .._types import Arrays, Function, PyTree, Scalar
 from .._validation import require_callable
 
 # XLA may omit a rounding that the program asks for, depending on machine and version.
@@ -105,7 +105,7 @@ def _value_and_grad_of_arrays(
     return value_and_grad
 
 
-def _is_inexact_array(leaf: Leaf) -> bool:
+def _is_inexact_array(leaf: PyTree) -> bool:
     return is_array(leaf) and is_inexact(leaf)
 
 
@@ -118,7 +118,7 @@ def _is_none(x: object) -> bool:
     return x is None
 
 
-def _either(x: Leaf, otherwise: Leaf) -> Leaf:
+def _either(x: PyTree, otherwise: PyTree) -> PyTree:
     return otherwise if x is None else x
 
 

@@ -11,7 +11,7 @@ from ... import _jaxpr
 from ..._autocast.derivatives import CAST
 from ..._jaxpr import Atom, Loop, Program, bare, dtype_name, open_jaxpr
 from ..._policy import is_half
-from ..._types import Leaf
+from ..._types import PyTree
 from .._source import Place, place_of
 from .facts import Equation, Fact, SourceLine, join, of_constant, of_type, transfer
 from .rules import Finding, faults, half_carry
@@ -67,7 +67,7 @@ class Walk:
                 known[variable] = replace(out, varying=varying)
         return [fact_of(atom) for atom in inner.outvars]
 
-    def _constant(self, atom: Atom, value: Leaf) -> Fact:
+    def _constant(self, atom: Atom, value: PyTree) -> Fact:
         if is_half(dtype_name(atom)) and _jaxpr.has_infinite_entries(value):
             self.infinite.add(dtype_name(atom))
         return of_constant(atom, value)

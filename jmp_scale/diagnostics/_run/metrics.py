@@ -8,7 +8,7 @@ from ..._scaling.finite import finite_and_norm
 from ..._scaling.loss_scale import LossScale, number_of
 from ..._state import START, LossScaleState, fields_of, find_loss_scale_states
 from ..._tree import is_inexact, with_arrays
-from ..._types import Leaf, PyTree
+from ..._types import PyTree
 
 
 def metrics(
@@ -99,7 +99,7 @@ def numbers_of_step(
     return numbers
 
 
-def _sums(param: Leaf, update: Leaf) -> jax.Array | None:
+def _sums(param: PyTree, update: PyTree) -> jax.Array | None:
     """Returns rows of the lost updates and of all: number, sum of magnitudes."""
     if not is_inexact(param) or jnp.iscomplexobj(param):
         return None

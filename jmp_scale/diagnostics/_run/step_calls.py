@@ -16,12 +16,12 @@ from jax.typing import ArrayLike
 from ..._scaling.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from ..._state import LossScale, LossScaleState, find_loss_scale_states
 from ..._tree import find_nodes, is_data, is_inexact, is_module
-from ..._types import Function, KeyPath, Leaf, PyTree
+from ..._types import Function, KeyPath, PyTree
 from .._tables import said
 from .step_rules import RULES
 
 Path = tuple[str, ...]  # keys, indices and names of fields
-Named = dict[Path, Leaf]
+Named = dict[Path, PyTree]
 Form = tuple[tuple[Path, tuple[int, ...]], ...]  # names and shapes of leaves
 
 FAR = -(10**6)  # at this counter S does not grow, and a reset is recognized
@@ -250,7 +250,7 @@ class Check:
             return None
         return Run(self, before, *self._after(before, args, out))
 
-    def _call(self, leaves: Sequence[Leaf]) -> tuple[PyTree, PyTree]:
+    def _call(self, leaves: Sequence[PyTree]) -> tuple[PyTree, PyTree]:
         """Calls the step with copies, which it may donate; returns these, and results.
 
         Modules among the arguments have changed then.
@@ -300,14 +300,14 @@ def _is_of_optimizer(node: PyTree) -> bool:
     return has_s and has_optax if parts is node else has_s or has_optax
 
 
-def _flat(tree: PyTree) -> tuple[list[tuple[KeyPath, Leaf]], Function]:
+def _flat(tree: PyTree) -> tuple[list[tuple[KeyPath, PyTree]], Function]:
     """Returns keys and leaves, and a function that makes such a tree of others."""
     graph, nnx = None, sys.modules.get("flax.nnx")
     if nnx and find_nodes(is_module, tree):
         graph, tree = nnx.split(tree)
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
 
-    def join(leaves: list[Leaf]) -> PyTree:
+    def join(leaves: list[PyTree]) -> PyTree:
         tree = jax.tree.unflatten(structure, leaves)
         return nnx.merge(graph, tree) if graph is not None and nnx else tree
 
@@ -344,7 +344,7 @@ def _path_of(keys: KeyPath) -> Path:
     return path[:-1] if is_variable and path[-1] == "value" else path
 
 
-def host(leaf: Leaf) -> np.ndarray:
+def host(leaf: PyTree) -> np.ndarray:
     """Returns the entries; of an array over processes, those of its first part here."""
     if jnp.issubdtype(getattr(leaf, "dtype", bool), jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
@@ -353,14 +353,14 @@ def host(leaf: Leaf) -> np.ndarray:
     return np.asarray(leaf)
 
 
-def difference(old: Leaf, new: Leaf) -> np.ndarray:
+def difference(old: PyTree, new: PyTree) -> np.ndarray:
     """Returns the changes of a sample of the entries; 0 for a least loss of inf."""
     before, after = sampled(host(old)), sampled(host(new))
     with np.errstate(all="ignore"):
         return np.where(np.isinf(before), 0, after - before)
 
 
-def has_moved(old: Leaf, new: Leaf) -> bool:
+def has_moved(old: PyTree, new: PyTree) -> bool:
     return not np.array_equal(host(old), host(new))
 
 
@@ -370,7 +370,7 @@ def sampled(x: np.ndarray) -> np.ndarray:
     return x.ravel()[:: max(1, math.ceil(x.size / _SAMPLE))].astype(np.float64)
 
 
-def _like(leaf: Leaf, value: ArrayLike) -> Leaf:
+def _like(leaf: PyTree, value: ArrayLike) -> PyTree:
     """Returns `value`, broadcast to the shape, dtype and devices of `leaf`."""
     filled = np.broadcast_to(value, np.shape(leaf)).astype(leaf.dtype)
     if isinstance(leaf, jax.Array):
@@ -446,7 +446,7 @@ def _is_below(path: Path, nodes: Sequence[Path]) -> bool:
     return any(path != node and path[: len(node)] == node for node in nodes)
 
 
-def _are_alike(x: Leaf, y: Leaf) -> bool:
+def _are_alike(x: PyTree, y: PyTree) -> bool:
     return np.shape(x) == np.shape(y)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._tree import is_inexact
-from ..._types import Leaf
+from ..._types import PyTree
 from .step_calls import Change, Check, Path, Run, has_moved, host, sampled
 
 _MOST_CALLS = 16  # until a window of accumulation ends
@@ -150,7 +150,7 @@ def _replicas_agree(check: Check, first: Run, last: Run) -> None:
             check.add("replicas diverge", path)
 
 
-def _differs(leaf: Leaf, is_mapped: bool) -> bool:
+def _differs(leaf: PyTree, is_mapped: bool) -> bool:
     """Whether devices that hold copies of a leaf hold different ones."""
     shards = getattr(leaf, "addressable_shards", ())
     parts = [sampled(host(shard.data)) for shard in shards]

@@ -170,7 +170,7 @@ function score(entry, asks, size) {
   for (const { forms, rare } of asks) {
     let often = 0
     for (const [form, counts] of forms) often += counts * (entry.text.get(form) ?? 0)
-    const text = often / (often + 0.75 + (0.75 * entry.text.size) / size)
+    const text = often / (often + 0.4 + (0.4 * entry.text.size) / size)
     const page = Math.max(PAGE * best(entry.page.title, forms), TAGS * best(entry.tags, forms))
     sum += rare * (text + TITLE * best(entry.title, forms) + page)
   }

@@ -1,34 +1,47 @@
-// Asks the site's own search worker: node docs/search_check.mjs SITE < queries
+// Asks the site's search as a browser does: node docs/search_check.mjs SITE < queries
 // Reads one query a line; prints one line of JSON for each: the pages found, best first,
-// and the sections that stand unfolded below each, as search_query.mjs orders them.
+// and the sections that Material unfolds below each.
 import fs from "node:fs"
 import path from "node:path"
 import vm from "node:vm"
-import { indexed, ranked, shortened, shown } from "./search_query.mjs"
 
 const site = process.argv[2]
 const workers = path.join(site, "assets/javascripts/workers")
-const worker = fs.readdirSync(workers).find(name => /^search\..*\.js$/.test(name))
+const script = fs.readdirSync(workers).find(name => /^search\..*\.js$/.test(name))
 const index = JSON.parse(fs.readFileSync(path.join(site, "search/search_index.json")))
 
-let listen, answer
-const scope = {
-  console: { warn() {} },
-  addEventListener: (_, listener) => (listen = listener),
-  postMessage: message => answer(message),
+// Material's worker, which here runs in this process.
+globalThis.Worker = class extends EventTarget {
+  scope = {
+    console: { warn() {} },
+    addEventListener: (_, listener) => (this.listen = listener),
+    postMessage: data => this.dispatchEvent(new MessageEvent("message", { data })),
+  }
+  constructor() {
+    super()
+    this.scope.self = this.scope
+    vm.runInNewContext(fs.readFileSync(path.join(workers, script), "utf8"), this.scope)
+  }
+  postMessage(data) {
+    this.listen({ data })
+  }
 }
-scope.self = scope
-vm.runInNewContext(fs.readFileSync(path.join(workers, worker), "utf8"), scope)
-const ask = data => new Promise(done => { answer = done; listen({ data }) })
+globalThis.fetch = async () => ({ json: async () => index })
+
+// In the order of a browser: Material listens, search_query.mjs runs, someone asks.
+const worker = new Worker()
+let answer
+worker.addEventListener("message", event => answer(event.data))
+await import("./search_query.mjs")
+const ask = message => new Promise(done => { answer = done; worker.postMessage(message) })
 
 const SETUP = 0, QUERY = 2
 await ask({ type: SETUP, data: { ...index, options: {} } })
-const entries = indexed(index.docs)
 for (const query of fs.readFileSync(0, "utf8").trim().split("\n")) {
-  const { data } = await ask({ type: QUERY, data: shortened(query, entries) })
-  const pages = ranked(data.items, query, entries).map(([first, ...sections], place) => ({
-    page: first.location.split("#")[0],
-    shown: sections.slice(0, shown(place)).map(entry => entry.location),
-  }))
-  console.log(JSON.stringify(pages))
+  const { data } = await ask({ type: QUERY, data: query })
+  console.log(JSON.stringify(data.items.map(found => {
+    const [first, ...sections] = found
+    const shown = sections.filter(entry => entry.score >= first.score)
+    return { page: first.location, shown: shown.map(entry => entry.location) }
+  })))
 }

@@ -44,7 +44,7 @@ const LONGER = 0.4 // a word that begins with the asked one
 const MISTYPED = 0.8
 const PAIR = 0.3 // two asked words beside each other
 // Of the first page three sections are shown, of the others two: so two pages fit.
-export const shown = place => (place ? 2 : 3)
+const shown = place => (place ? 2 : 3)
 
 // What a word shares with its other forms: skipped, skips, skipping; fp16, f16, float16.
 function stem(word) {
@@ -73,7 +73,7 @@ function counts(text) {
 }
 
 // The entries of the site's index, by location, and in how many of them each word is.
-export function indexed(docs) {
+function indexed(docs) {
   const entries = new Map()
   const known = new Map()
   for (const { location, title, text, tags = [] } of docs) {
@@ -152,7 +152,7 @@ function asked(question, { entries, known }) {
 // What the worker is asked, which finds all words that begin with one of these. Not the
 // search's own query language, which someone may use: +word, "words", field:word, word~1,
 // word^2. But a message may have colons and quotes.
-export function shortened(question, index) {
+function shortened(question, index) {
   if (/(^|\s)\+\w|^"[^"]*"$|(^|\s)(title|text|tags):\w|\w[~^]\d/.test(question)) return question
   const forms = asked(question, index).flatMap(({ word, forms }) => {
     return [...forms.keys()].filter(form => word && (form === word || !form.startsWith(word)))
@@ -179,7 +179,7 @@ function score(entry, asks, size) {
 
 // Pages, best first, each with its sections, best first. Material unfolds the sections
 // whose score is that of their page's first entry.
-export function ranked(pages, question, index) {
+function ranked(pages, question, index) {
   const asks = asked(question, index)
   const rated = pages.map(page => {
     const scored = page.map(found => {
@@ -197,31 +197,29 @@ export function ranked(pages, question, index) {
 }
 
 const QUERY = 2, RESULT = 3 // the types of messages to and from the search worker
-if (typeof Worker !== "undefined") {
-  const { postMessage } = Worker.prototype
-  const { get } = Object.getOwnPropertyDescriptor(MessageEvent.prototype, "data")
-  const questions = [] // that the worker has not answered
-  const answers = new WeakSet()
-  let index
-  fetch(new URL("search/search_index.json", import.meta.url))
-    .then(file => file.json())
-    .then(({ docs }) => (index = indexed(docs)))
-  Worker.prototype.postMessage = function (message, ...rest) {
-    if (message?.type !== QUERY) return postMessage.call(this, message, ...rest)
-    questions.push(message.data)
-    const data = index ? shortened(message.data, index) : message.data
-    return postMessage.call(this, { ...message, data }, ...rest)
-  }
-  // Material listens before this file runs, so its events themselves have the new order.
-  Object.defineProperty(MessageEvent.prototype, "data", {
-    get() {
-      const answer = get.call(this)
-      if (this.target instanceof Worker && answer?.type === RESULT && !answers.has(answer)) {
-        answers.add(answer)
-        const question = questions.shift()
-        if (index) answer.data.items = ranked(answer.data.items, question, index)
-      }
-      return answer
-    },
-  })
+const { postMessage } = Worker.prototype
+const { get } = Object.getOwnPropertyDescriptor(MessageEvent.prototype, "data")
+const questions = [] // that the worker has not answered
+const answers = new WeakSet()
+let index
+fetch(new URL("search/search_index.json", import.meta.url))
+  .then(file => file.json())
+  .then(({ docs }) => (index = indexed(docs)))
+Worker.prototype.postMessage = function (message, ...rest) {
+  if (message?.type !== QUERY) return postMessage.call(this, message, ...rest)
+  questions.push(message.data)
+  const data = index ? shortened(message.data, index) : message.data
+  return postMessage.call(this, { ...message, data }, ...rest)
 }
+// Material listens before this file runs, so its events themselves have the new order.
+Object.defineProperty(MessageEvent.prototype, "data", {
+  get() {
+    const answer = get.call(this)
+    if (this.target instanceof Worker && answer?.type === RESULT && !answers.has(answer)) {
+      answers.add(answer)
+      const question = questions.shift()
+      if (index) answer.data.items = ranked(answer.data.items, question, index)
+    }
+    return answer
+  },
+})

@@ -28,7 +28,11 @@ GUARDED = jmp_scale.with_loss_scale(
 )
 # A non-finite loss that is given as `value` leaves S alone, as does a spike.
 each_skip = pytest.mark.parametrize(
-    ("tx", "bad", "with_value"), [(TX, OVERFLOWS, False), (GUARDED, LEAPS, True)]
+    ("tx", "bad", "with_value"),
+    [
+        (TX, OVERFLOWS, False),
+        pytest.param(GUARDED, LEAPS, True, marks=pytest.mark.slow),
+    ],
 )
 
 

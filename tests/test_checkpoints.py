@@ -277,7 +277,7 @@ def nnx_trained(missing, **kinds):
     return model, optimizer
 
 
-@pytest.mark.parametrize("missing", by_name(["half storage and loss scale"], FORMS))
+@pytest.mark.parametrize("missing", by_name(["guard"], FORMS))
 def test_an_nnx_state_without_some_parts_is_restored(missing, tmp_path):
     saved = nnx.state(nnx_trained(missing))
     model, optimizer = nnx_trained("", loss_scale=2.0**10)

@@ -112,6 +112,7 @@ def percent(share):
     return float(share.removesuffix("%"))
 
 
+@pytest.mark.slow
 def test_the_quick_start_loses_a_gradient_only_without_a_loss_scale(run):
     text = run("quickstart.py")
     without, with_ = (int(share) for share in re.findall(r"(\d+)% of", text))
@@ -285,7 +286,7 @@ LOSSES_OF = {
 
 # The rounding of a product's result, and then that of the gradient.
 TOLERANCES = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-3}
-QUICK = ("plain", "float16"), ("z-loss", "float32"), ("soft cap", "bfloat16")
+QUICK = ("z-loss", "float32"), ("soft cap", "bfloat16")
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,7 @@ def float8_inputs(size=1.0):
     return jax.random.normal(jax.random.key(3), (8, 16)) * size
 
 
+@pytest.mark.slow
 def test_float8_scales_are_replaced_not_unscaled():
     plain = float8_state(tx=jmp_scale.with_loss_scale(optax.sgd(1e-3)))
     scaled = float8_state()

@@ -95,7 +95,8 @@ def test_gradients_are_exported_for_several_machines_at_once(platforms):
         np.testing.assert_allclose(restored.call(w, x), grad(w, x), 1e-3, 1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["float16", slow("bfloat16")])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_product_that_names_an_algorithm_runs_where_it_is_missing(dtype):
     attention = jmp_scale.in_half(jax.nn.dot_product_attention)
     q = normal(0, (2, 8, 4, 8), "float32")
@@ -112,7 +113,7 @@ def test_a_product_that_names_an_algorithm_runs_where_it_is_missing(dtype):
     assert "accumulation_type" in module
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", by_name(["vectors"], PRODUCTS))
 def test_a_product_of_halves_is_the_product(name):
     """The form in which a CPU's matrix units take it."""
     *shapes, dims = PRODUCTS[name]

@@ -134,7 +134,6 @@ QUICK = {
     ("precision_report", "equinox"),
     ("precision_report", "NNX"),
     ("precision_report", "Haiku"),
-    ("compare_gradients", "NNX"),
     ("sensitive_products", "leaves"),
     ("diagnose_nonfinite", "leaves"),
     ("compare_speed", "leaves"),
@@ -183,6 +182,7 @@ def test_integers_of_a_second_argument_are_fixed_and_a_tuple_comes_back():
     assert [leaf.path for leaf in found.leaves] == ["[0]['w']", "[1]"]
 
 
+@pytest.mark.slow
 def test_a_bad_batch_is_found_before_any_model():
     fun, model, _ = models()["equinox"]
     bad = X.at[1, 2].set(jnp.inf)

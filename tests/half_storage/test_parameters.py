@@ -53,6 +53,7 @@ class Mixed(nnx.Module):
         self.linear = nnx.Linear(2, 3, param_dtype=jnp.bfloat16, rngs=rngs)
 
 
+@pytest.mark.slow
 def test_full_parameters_of_a_mixed_nnx_model_are_those_of_a_float32_one():
     def trained(model, tx):
         optimizer = jmp_scale.nnx.Optimizer(model, tx, wrt=nnx.Param)

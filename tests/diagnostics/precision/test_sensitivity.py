@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from autocast_hostile import HOSTILE, W, X
 from autocast_programs import PROGRAMS
-from helpers import count_traces, slow
+from helpers import count_traces
 from jax import lax
 from losses import cross_entropy, of_examples, squared_distances
 
@@ -51,7 +51,8 @@ def test_what_is_recommended_works_as_pasted():
     assert compare_gradients(half_loss, loss, *args).is_precise
 
 
-@pytest.mark.parametrize("setting", ["float32", slow("tensorfloat32")])
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["float32", "tensorfloat32"])
 def test_products_are_those_of_autocast_whatever_precision_is_set(setting):
     """As `import dynamax` sets it, for what stays float32."""
 
@@ -150,6 +151,7 @@ def test_a_product_within_a_library_has_its_module_and_the_line_of_the_user():
     assert compare_gradients(half_loss, loss, variables, x).error <= 0.05
 
 
+@pytest.mark.slow
 def test_a_loss_scale_at_fault_is_told_from_products():
     def tiny(w, x):
         return 2.0**-28 * jnp.mean(jnp.tanh(x @ w))

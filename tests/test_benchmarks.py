@@ -219,8 +219,9 @@ def test_a_compiler_that_is_missing_is_named_with_its_extra(monkeypatch):
         overhead.main(["--target", "tpu-v6e"])
 
 
-def test_the_page_of_a_gpus_times_is_what_the_command_prints(capsys):
+@pytest.mark.parametrize("machine", ["h200", "epyc"])
+def test_the_page_of_a_machines_times_is_what_the_command_prints(machine, capsys):
     results = pathlib.Path(__file__).parents[1] / "benchmarks/results"
-    clocked.main([str(results / "h200.jsonl")])
-    page = (results / "h200.md").read_text()
+    clocked.main([str(results / f"{machine}.jsonl")])
+    page = (results / f"{machine}.md").read_text()
     assert page.endswith(capsys.readouterr().out)

@@ -4,9 +4,9 @@ In `z = x @ w + b` and `y = gelu(z)`, the gradient of z is read by the bias's su
 float32 and, cast, by two products. XLA:GPU does not compute an expensive function
 twice: it writes the float32 gradient to memory and reads it back. So the gradient is
 rounded before both, and the bias adds the numbers that its weight's gradient
-multiplies, in float32. Where no expensive function has an array of its size, XLA fuses
+multiplies, in float32. Where no expensive function returns as many elements, XLA fuses
 all three anyway, and the rounding would cost an MLP with relu 7 % of the bytes. On a
-TPU it always does: there it would cost 5 to 7 % of the cycles.
+TPU it always fuses them: there it would cost 5 to 7 % of the cycles.
 """
 
 import functools
@@ -32,7 +32,7 @@ MOVES = _jaxpr.REARRANGES | {"convert_element_type", "name"}
 def adds_bias(
     eqn: JaxprEqn, is_product: Callable[[Var], bool], is_repeated: Callable[[Var], bool]
 ) -> bool:
-    """Whether a sum is one of the result of a product and of an array that is repeated.
+    """Whether a sum adds a bias, which is repeated, to the result of a product.
 
     A bias is repeated before, or has axes of length 1 for larger ones of the result.
     """

@@ -378,6 +378,25 @@ def _boxed_rule(box: Any) -> ClosedJaxpr:
     return jax.make_jaxpr(rule)(*types, *types)
 
 
+class Frame(NamedTuple):
+    """A line that ran while an equation was traced."""
+
+    file: str
+    function: str  # with the names of the classes and functions around it
+    line: int
+
+
+def frames_of(eqn: JaxprEqn) -> Iterator[Frame]:
+    """Yields the frames in which an equation was traced, the innermost first."""
+    for frame in getattr(eqn.source_info.traceback, "frames", ()):
+        found = Frame(frame.file_name, frame.function_name, frame.line_num)
+        # jax 0.8 keeps the frames outside of a nested trace; newer releases cut them.
+        name = found.function.rpartition(".")[2]
+        if name.startswith("trace_to_jaxpr") and "/jax/" in found.file:
+            return
+        yield found
+
+
 # Files that the user did not write.
 _INSTALLED = re.compile(r"/lib/python3|-packages\b")
 
@@ -388,9 +407,9 @@ def place_of(eqns: Iterable[JaxprEqn]) -> str:
     It is "" if there is none.
     """
     for eqn in eqns:
-        for frame in getattr(eqn.source_info.traceback, "frames", ()):
-            if not _INSTALLED.search(frame.file_name):
-                return f" ({frame.file_name}:{frame.line_num}, {frame.function_name})"
+        for frame in frames_of(eqn):
+            if not _INSTALLED.search(frame.file):
+                return f" ({frame.file}:{frame.line}, {frame.function})"
     return ""
 
 

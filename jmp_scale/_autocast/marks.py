@@ -15,7 +15,8 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
-from .._jaxpr import Program, bare, name_of_call, shape, subjaxprs, variables
+from .. import _jaxpr
+from .._jaxpr import Program
 from .._state import UNSCALED
 from .._tree import is_module
 from .._validation import callers, require_callable
@@ -162,8 +163,9 @@ def is_unscaled(jaxpr: Program) -> bool:
         if not _TRANSFORMS.match(module):
             return False
         if frame.f_code.co_name == "value_and_grad_f":
-            inner = bare(jaxpr)
-            scalars = {v for v in variables(inner.outvars) if shape(v) == ()}
+            inner = _jaxpr.bare(jaxpr)
+            outputs = _jaxpr.variables(inner.outvars)
+            scalars = {v for v in outputs if _jaxpr.shape(v) == ()}
             factors = (eqn for eqn in inner.eqns if eqn.primitive.name == "mul")
             return scalars.isdisjoint(v for eqn in factors for v in eqn.outvars)
     return False
@@ -206,8 +208,8 @@ def meet(names: Collection[str], eqn: JaxprEqn) -> Met:
         return Met(_EXEMPT in scopes, set(), set())
     frames, dotted = _frames_of(eqn), f".{'.'.join(scopes)}."
     own = {*scopes, *frames.own}
-    if len(subjaxprs(eqn)) == 1:  # one function is called
-        own.add(name_of_call(eqn))
+    if len(_jaxpr.subjaxprs(eqn)) == 1:  # one function is called
+        own.add(_jaxpr.name_of_call(eqn))
 
     def is_met(name: str) -> bool:
         is_function = name in own or name in frames.others
@@ -229,16 +231,12 @@ class _Frames(NamedTuple):
 
 def _frames_of(eqn: JaxprEqn) -> _Frames:
     found = _Frames(set(), set(), [])
-    for frame in getattr(eqn.source_info.traceback, "frames", ()):
-        parts = frame.function_name.split(".")
-        # jax 0.8 keeps the frames outside of a nested trace; newer ones do not.
-        if parts[-1].startswith("trace_to_jaxpr"):
-            break
-        is_own = not re.search(r"/(jax|jmp_scale)/", frame.file_name)
-        parts = [p for p in parts if p.isidentifier()]
+    for frame in _jaxpr.frames_of(eqn):
+        parts = [p for p in frame.function.split(".") if p.isidentifier()]
+        is_own = not re.search(r"/(jax|jmp_scale)/", frame.file)
         functions = found.own if is_own else found.others
         functions.update(parts, [".".join(parts)])
-        found.places.append(f"/{frame.file_name}:{frame.line_num}")
+        found.places.append(f"/{frame.file}:{frame.line}")
     return found
 
 

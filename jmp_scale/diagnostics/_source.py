@@ -4,11 +4,11 @@ import functools
 import inspect
 import re
 import sysconfig
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn
 
+from .._jaxpr import frames_of
 from .._types import Function, PyTree
 from .._validation import user_frame
 
@@ -46,7 +46,9 @@ def place_of(eqn: JaxprEqn, outer: Place) -> Place:
     """
     calls: list[str] = []
     in_linalg, library = False, ""
-    for file, function, line in _frames(eqn):
+    for file, function, line in frames_of(eqn):
+        if function.endswith(begin_user_code.__name__) and file == __file__:
+            break
         package = _package(file)
         if package is None:
             name = _UNNAMED.sub("", function)
@@ -75,19 +77,6 @@ def place_of_function(fun: Function, otherwise: Place) -> Place:
     if code is None or _package(code.co_filename) is not None:
         return otherwise
     return Place(code.co_filename, code.co_firstlineno)
-
-
-def _frames(eqn: JaxprEqn) -> Iterator[tuple[str, str, int]]:
-    """Yields file, function and line of the frames in its program, innermost first."""
-    for frame in getattr(eqn.source_info.traceback, "frames", ()):
-        file, function = frame.file_name, frame.function_name
-        # jax 0.8 keeps the frames outside of a nested trace; newer releases cut them.
-        name = function.rpartition(".")[2]
-        if name == begin_user_code.__name__ and file == __file__:
-            return
-        if name.startswith("trace_to_jaxpr") and _package(file) == "jax":
-            return
-        yield file, function, frame.line_num
 
 
 @functools.cache

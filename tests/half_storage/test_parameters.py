@@ -78,7 +78,7 @@ def test_equinox_models_keep_their_functions():
     model = eqx.nn.MLP(2, 2, 4, 0, dtype=jnp.bfloat16, key=KEY)
     tx = with_half_storage(optax.sgd(2.0**-12))
     old, static = eqx.partition(model, eqx.is_array)
-    updates, state = tx.update(old, tx.init(old), old)
+    updates, state = jax.jit(tx.update)(old, tx.init(old), old)
     new = optax.apply_updates(old, updates)
     values = full_parameters(eqx.combine(new, static), state)
     expected = jax.tree.map(lambda p: p.astype(jnp.float32) * (1 - 2.0**-12), old)

@@ -125,7 +125,7 @@ def test_mixed_trees_keep_what_is_not_bfloat16_as_it_is():
     state = tx.init(params)
     dtypes = {key: getattr(x, "dtype", None) for key, x in state.remainders.items()}
     assert dtypes == dict.fromkeys(params) | dict.fromkeys("beh", "int16")
-    updates, state = tx.update(grads, state, params)
+    updates, state = jax.jit(tx.update)(grads, state, params)
     assert [updates[key] for key in ("i", "q", "b", "n")] == [None] * 4
     params["h"] = optax.apply_updates(params["h"], updates["h"])
     values = full_parameters(params, state)
@@ -151,26 +151,11 @@ def test_nothing_is_lost_at_any_depth_of_a_loss_scale():
     assert_bitwise_equal(full_parameters(params, state), plain)
 
 
-@pytest.mark.parametrize("value", [1.2345, slow(-3e-5)])
-def test_stochastic_parameters_are_right_in_the_mean_of_two_neighbors(value):
-    x = jnp.full(100_000, value, jnp.float32)
-    params = x.astype(jnp.bfloat16)
-    tx = with_half_storage(optax.identity(), **STOCHASTIC)
-    updates, _ = tx.update(x - params.astype(jnp.float32), tx.init(params), params)
-    made = np.float64(optax.apply_updates(params, updates))
-    low, high = np.unique(made)
-    assert low < value < high
-    spread = (high - low) / 2 / np.sqrt(x.size)  # of the mean, at most
-    assert abs(made.mean() - np.float64(x[0])) < 4 * spread
-
-
 # Averages.
 
 # Names of fields, by optimizer, whose arrays are averages; and those that are not.
 FIELDS = {
     "adamw": ("mu nu", ""),
-    "lion": ("mu", ""),
-    "momentum": ("trace", ""),
     "rmsprop_centered": ("trace", "mu nu"),
     "muon": ("mu nu", "ns_coeffs"),
     "multi_steps": ("mu nu", "acc_grads"),
@@ -181,8 +166,6 @@ FIELDS = {
     "schedule_free_adamw": ("nu", "z"),
     "adan": ("m v n", "g"),
     "ademamix": ("m1 m2 nu", ""),
-    "adadelta": ("e_g e_x", ""),
-    "signum": ("ema", ""),
 }
 
 
@@ -207,7 +190,7 @@ def test_the_averages_are_bfloat16(name):  # older versions of Optax lack some
     assert found == tuple(set(text.split()) for text in FIELDS[name])
 
 
-@pytest.mark.parametrize("name", by_name(("adamw", "multi_steps"), FIELDS))
+@pytest.mark.parametrize("name", by_name(["multi_steps"], FIELDS))
 def test_the_first_step_is_that_of_the_optimizer_and_its_state_is_rounded(name):
     inner, tx = stored_of(name)
     state = tx.init(PARAMS)
@@ -244,10 +227,18 @@ def stored(x):
     return [np.float64(a) for a in TX.update(x, TX.init(x), x)[1].inner_state]
 
 
-@pytest.mark.parametrize("value", [1.2345, slow(2.0**-126 * 1.001), -3e-5])
-def test_an_average_becomes_one_of_two_neighbors_and_is_right_in_the_mean(value):
-    x = np.float64(np.float32(value))
-    for made in stored(jnp.full(10_000, value)):
+def moved(x):
+    """Parameters that one step without remainders moves to x, as float64 numbers."""
+    params = x.astype(jnp.bfloat16)
+    tx = with_half_storage(optax.identity(), **STOCHASTIC)
+    updates, _ = tx.update(x - params.astype(jnp.float32), tx.init(params), params)
+    return np.float64(optax.apply_updates(params, updates))
+
+
+@pytest.mark.parametrize("value", [1.2345, slow(2.0**-116 * 1.001), slow(-3e-5)])
+def test_what_is_rounded_is_one_of_two_neighbors_and_right_in_the_mean(value):
+    x, full = np.float64(np.float32(value)), jnp.full(10_000, value)
+    for made in (moved(full), *stored(full)):
         low, high = np.unique(made)
         assert low < x < high
         assert abs(high - low) <= 2.0**-7 * abs(x)
@@ -258,33 +249,15 @@ def test_an_average_becomes_one_of_two_neighbors_and_is_right_in_the_mean(value)
 
 def test_what_needs_no_rounding_stays_and_none_becomes_infinite():
     largest = float(jnp.finfo(jnp.bfloat16).max)
-    stays = np.float32([0.0, -0.0, np.inf, -np.inf, np.nan, 1.5, -(2.0**-126)])
+    stays = np.float32([0.0, -0.0, np.inf, -np.inf, 1.5, -(2.0**-126)])
+    # Of JAX, of GPUs, and one whose upper half is infinite.
+    nans = np.uint32([0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001])
     above = np.finfo(np.float32).max * np.float32([1, -1, 0.999])
-    x = np.tile(np.append(stays, above), 1000)
+    x = np.tile([*stays, *nans.view(np.float32), *above], 1000)
     expected = np.where(np.isfinite(x), np.clip(x, -largest, largest), x)
     for made in stored(jnp.asarray(x)):
         np.testing.assert_array_equal(made, expected)
         assert (np.signbit(made) == np.signbit(x)).all()
-
-
-def test_an_average_of_squares_decays_where_rounded_to_nearest_it_stands_still():
-    tx = with_half_storage(optax.scale_by_adam(b2=0.9999), **ADAMS)
-    params, steps = jnp.ones(1024), 2000
-    start = tx.init(params)
-    nu = jnp.full_like(params, 1.2345, jnp.bfloat16)
-    start = start._replace(inner_state=start.inner_state._replace(nu=nu))
-
-    def step(state, _):
-        return tx.update(jnp.zeros_like(params), state, params)[1], None
-
-    end = np.float64(jax.lax.scan(step, start, length=steps)[0].inner_state.nu)
-    expected = np.float64(nu)[0] * 0.9999**steps
-    assert (end >= 0).all()
-    # Their noise is 5 % each at most, and does not average out.
-    assert 0.03 < end.std() / expected < 0.06
-    assert abs(end.mean() / expected - 1) < 4 * 0.05 / np.sqrt(params.size)
-    nearest = (nu.astype(jnp.float32) * 0.9999).astype(jnp.bfloat16)
-    assert (nearest == nu).all()
 
 
 @pytest.mark.parametrize(
@@ -353,7 +326,7 @@ def test_the_members_of_an_ensemble_round_apart_with_keys_of_their_own():
 # Both.
 
 
-@pytest.mark.parametrize("kinds", [STOCHASTIC | TRACE, slow({})])
+@pytest.mark.parametrize("kinds", [TRACE, slow(STOCHASTIC | TRACE)])
 def test_the_derivative_through_steps_is_that_of_float32_storage(kinds):
     params = {"w": jnp.ones((4, 2)), "z": jnp.zeros(3)}
 
@@ -424,7 +397,7 @@ def test_a_parameter_may_itself_be_called_mu():
 
 
 def test_diagnostics_know_that_nothing_is_lost():
-    tx = with_loss_scale(with_half_storage(optax.adam(1e-5), **ADAMS))
+    tx = with_loss_scale(with_half_storage(optax.sgd(1e-5)))
     updates, state = jax.jit(tx.update)(GOOD, tx.init(HALF), HALF)
     known = {"params": HALF, "updates": updates}
     assert diagnostics.metrics(state, **known)["lost_entries"] == 0

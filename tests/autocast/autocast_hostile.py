@@ -38,9 +38,7 @@ def scaled(name, scale, tail):
 
 
 scaled("stream_of_1e6_rms_norm", 1e6, lambda h, w: jnp.square(rms(h) @ w))
-scaled("layer_norm_of_3e5", 3e5, lambda h, w: jnp.square(jax.nn.standardize(h) @ w))
 scaled("log_of_1e6", 1e6, lambda h, w: jnp.log(jnp.abs(h) + 1))
-scaled("square_of_1e5", 1e5, lambda h, w: (h / 1e5) ** 2)
 scaled("cosine", 1e5, lambda h, w: h / jnp.linalg.norm(h, axis=1)[:, None] @ w)
 scaled("huber", 1e3, lambda h, w: jnp.where(abs(h) < 1e3, h * h / 2e3, abs(h)))
 scaled("logsumexp", 100.0, lambda h, w: jax.nn.logsumexp(h, -1))
@@ -54,16 +52,6 @@ def carry_of_7e6(w, x):
 
     c, ys = lax.scan(step, 7e6 * (1 + x), None, length=4)
     return jnp.log(jnp.linalg.norm(c)) + 1e-7 * jnp.mean(ys)
-
-
-@hostile
-def concentrations(w, x):
-    def step(carry, _):
-        c, is_even = carry
-        return (c * jnp.exp(0.1 * jnp.tanh(jnp.log(c) @ w / 20)), ~is_even), None
-
-    carry = 1e-9 * jnp.exp(x), True
-    return jnp.mean(jnp.log(lax.scan(step, carry, None, length=4)[0][0]))
 
 
 @hostile
@@ -82,19 +70,6 @@ def importance_ratio(w, x):
     return -jnp.mean(jnp.minimum(ratio, jnp.clip(ratio, 0.8, 1.2)))
 
 
-@hostile
-def gathered_energies(w, x):
-    y = (-76.41 + 0.01 * TABLE)[IDS]
-    return 1e4 * jnp.mean((-76.4 + 0.01 * (jnp.tanh(x @ w) @ w) - y) ** 2)
-
-
-@hostile
-def distillation(w, x):
-    student = jax.nn.softmax(10 * x @ w)
-    teacher = lax.stop_gradient(jax.nn.softmax(jnp.tanh(x @ A) @ B))
-    return -jnp.mean(teacher * jnp.log(student))
-
-
 def masked(name, mask):
     def program(w, x):
         h = x + jnp.tanh(x @ w)
@@ -106,25 +81,8 @@ def masked(name, mask):
 masked("mask_of_the_maximum", lambda h: h == h.max(-1, keepdims=True))
 masked("mask_of_the_maximum_of_columns", lambda h: h == h.max(0, keepdims=True))
 masked("top_k_by_threshold", lambda h: h >= jnp.sort(h)[:, -4:-3])
-masked("top_k", lambda h: h >= lax.top_k(h, 4)[0][:, -1:])
 masked("nearest_code", lambda h: jax.nn.one_hot(jnp.argmin(h, -1), N))
-masked("median", lambda h: h > jnp.median(h, -1, keepdims=True))
 masked("running_maximum", lambda h: h == lax.cummax(h, axis=1))
-
-
-@hostile
-def mask_in_a_loop(w, x):
-    def step(h, _):
-        h = h + jnp.tanh(h @ w)
-        return (h == h.max(-1, keepdims=True)) * jnp.tanh(h @ w) + h, None
-
-    return jnp.mean(lax.scan(step, x, None, length=2)[0])
-
-
-@hostile
-def global_max_pooling(w, x):
-    h = 1000 + 0.1 * x + jnp.tanh(x @ w)
-    return jnp.mean(jnp.max(h + jnp.tanh(h @ w / 1000), 0) ** 2) * 1e-6
 
 
 @hostile
@@ -209,20 +167,6 @@ softmax("softmax_beside_that_of_a_router", router)
 
 
 @hostile
-def safe_norm(w, x):
-    h = jnp.where(jnp.arange(8)[:, None] < 4, 0.0, x @ w)
-    square = jnp.sum(h * h, -1)
-    safe = jnp.where(square > 0, square, 1)
-    return jnp.mean(jnp.where(square > 0, jnp.sqrt(safe), 0))
-
-
-@hostile
-def cumulative_sums_of_1e4(w, x):
-    h = jnp.cumsum(1e4 * jnp.tanh(x @ w), 0)
-    return mean_square(lax.cumlogsumexp(h / 1e4, axis=1) @ w) + mean_square(h / 1e5)
-
-
-@hostile
 def branches(w, x):
     h = x + x @ w
     h = lax.cond(h.sum() > 0, lambda h: h @ w, lambda h: 1e6 * jnp.tanh(h) @ A, h)
@@ -233,15 +177,6 @@ def branches(w, x):
 def rematerialized(w, x):
     block = jax.checkpoint(lambda h: h + 1e6 * jnp.tanh(rms(h) @ w))
     return jnp.log(mean_square(block(block(1e6 * (1 + x)))))
-
-
-@hostile
-def mixture_of_experts(w, x):
-    gates = jax.nn.softmax(x @ w[:, :4])
-    experts = jnp.stack([w, w * 2, w.T, w + A])
-    chosen = experts[jnp.argmax(gates, -1)]
-    mixed = jnp.einsum("bi,bij->bj", x, chosen)
-    return mean_square(mixed * gates.max(-1, keepdims=True))
 
 
 @hostile

@@ -6,6 +6,8 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from autocast_checks import assert_norm_close
+from autocast_programs import PROGRAMS
 from helpers import ONE_AXIS, by_name, slow
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -23,7 +25,7 @@ PRODUCTS = {
     "a batch elsewhere": ((5, 3, 2), (4, 2, 3), (((1,), (2,)), ((2,), (1,)))),
     "vectors": ((3,), (3,), (((0,), (0,)), ((), ()))),
 }
-QUICK = by_name(["matrices", "a batch", "vectors"], PRODUCTS)
+QUICK = by_name(["matrices", "a batch"], PRODUCTS)
 
 
 def normal(seed, shape, dtype):
@@ -130,51 +132,15 @@ def test_a_product_of_halves_is_the_product(name):
             np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_a_product_over_several_dimensions_is_that_already():
-    dims = ((1, 2), (0, 1)), ((), ())
-    pair = normal(0, (2, 3, 4), "float32"), normal(1, (3, 4, 5), "float32")
-    lhs, rhs, same = in_halves(*pair, dims)
-    assert lhs is pair[0]
-    assert rhs is pair[1]
-    assert same == dims
+OF_MATRICES = "attention", "reshaped_weight", "vmap", "remat", "ragged_dot"
 
 
-def random_product(rng):
-    """A loss of a product between other operations, and its arguments."""
-    batch, rows, inner, own = (int(rng.choice([1, 2, 3, 4, 6])) for _ in range(4))
-    forms = {
-        "ij,jk->ik": ((rows, inner), (inner, own)),
-        "ij,kj->ik": ((rows, inner), (own, inner)),
-        "bij,jk->bik": ((batch, rows, inner), (inner, own)),
-        "bij,bjk->bik": ((batch, rows, inner), (batch, inner, own)),
-        "bijc,jck->ibk": ((batch, rows, inner, 2), (inner, 2, own)),
-        "j,jk->k": ((inner,), (inner, own)),
-    }
-    form = str(rng.choice([*forms]))
-    before, after = (
-        (lambda x: x, jnp.tanh, lambda x: x.T.T, lambda x: jnp.roll(x, 1, 0))[i]
-        for i in rng.integers(0, 4, 2)
-    )
-
-    def loss(x, w):
-        y = after(jnp.einsum(form, before(x), w))
-        return jnp.mean(y**2) + 0.1 * jnp.sum(w.T)
-
-    stored = str(rng.choice(["float32", "bfloat16"]))
-    x, w = (jnp.asarray(rng.standard_normal(s), "float32") for s in forms[form])
-    return loss, (x, w.astype(stored))
-
-
-@pytest.mark.filterwarnings("ignore:autocast. no product")  # of sizes of 1
-@pytest.mark.parametrize("seed", by_name([0], range(12)))
-def test_matrix_units_of_a_cpu_take_random_programs(monkeypatch, seed):
+@pytest.mark.parametrize("stored", ["float32", slow("bfloat16")])
+@pytest.mark.parametrize("name", by_name(["attention"], OF_MATRICES))
+def test_matrix_units_of_a_cpu_take_each_product(monkeypatch, name, stored):
     """Their products' forms run on each CPU, whether it has such units or not."""
     monkeypatch.setattr(dot_general, "has_bfloat16_units", lambda: True)
-    rng = np.random.default_rng(seed)
-    for _ in range(4):
-        loss, args = random_product(rng)
-        half = jax.jit(jax.grad(autocast(loss, "bfloat16"), (0, 1)))
-        exact = jax.grad(loss, (0, 1))(*(x.astype("float32") for x in args))
-        for got, wanted in zip(half(*args), exact, strict=True):
-            error = np.linalg.norm(got.astype("float32") - wanted)
-            assert error < 0.05 * np.linalg.norm(wanted) + 1e-6
+    fun, (w, x), *_ = PROGRAMS[name]
+    exact = jax.jit(jax.grad(fun))(w, x)
+    found = jax.jit(jax.grad(autocast(fun, "bfloat16")))(w.astype(stored), x)
+    assert_norm_close(found.astype("float32"), exact, 0.05)

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from autocast_programs import N, arrays, layer, mean_square, product_with_a_rule
+from helpers import by_name
 from jax import lax
 
 from jmp_scale import autocast
 
 W, X, A, B = arrays((N, N), (4, N), (3, N, 2), (3, 2, N), scale=0.3)
 ONE = jnp.float32(1.0)
-TWICE = ("jacfwd", "jacfwd")
 
 
 def dense(s, w):
@@ -63,10 +63,15 @@ MODES = {
 KINDS = [*itertools.product(PROGRAMS, [True, False])]
 # Of each kind of program a fifth of all chains, in which each two modes meet.
 ROWS = [
-    pytest.param(*chain, *kind, marks=() if chain[1:] == TWICE else pytest.mark.slow)
+    (*chain, *kind)
     for chain in itertools.product(MODES, repeat=3)
     for i, kind in enumerate(KINDS)
     if (sum(map([*MODES].index, chain)) - i) % 5 == 0
+]
+QUICK = [
+    ("jacrev", "jacfwd", "vmap of nothing", "calls", True),
+    ("jvp", "jacfwd", "jacfwd", "lora", False),
+    ("linearize", "jacfwd", "jacrev", "scan", True),
 ]
 
 
@@ -80,7 +85,9 @@ def float32_derivative(name, order):
     return jax.jit(derivative)(ONE)
 
 
-@pytest.mark.parametrize(("first", "second", "third", "name", "recompute"), ROWS)
+@pytest.mark.parametrize(
+    ("first", "second", "third", "name", "recompute"), by_name(QUICK, ROWS)
+)
 def test_derivatives_are_those_of_float32(first, second, third, name, recompute):
     fun, w = PROGRAMS[name]
     half = autocast(fun, "bfloat16", recompute=recompute)

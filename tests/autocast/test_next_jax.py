@@ -3,17 +3,15 @@
 `.ci/run newest` sets the flags. Without them these are the programs of today.
 """
 
-import warnings
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from autocast_programs import PRODUCTS, W, X, arrays
+from autocast_checks import BF16, assert_norm_close
+from autocast_programs import W, X, arrays, mean_square, products
 from helpers import slow
 from jax import lax
 
-from jmp_scale import _jaxpr, autocast
+from jmp_scale import autocast
 
 (STACK,) = arrays((3, 16, 16))
 
@@ -49,31 +47,23 @@ SCANS = {
 def test_products_in_scans_are_half_precision(name, stored):
     fun, w = SCANS[name], (W / 2).astype(stored)
     half = autocast(fun, "bfloat16")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        traced = _jaxpr.equations(jax.make_jaxpr(half)(w, X))
-    products = [eqn for eqn in traced if eqn.primitive.name in PRODUCTS]
-    assert products
-    assert {_jaxpr.dtype_name(v) for e in products for v in e.invars} == {"bfloat16"}
+    assert {*products(half, w, X)} == {BF16}  # filters make a warning an error
     got, wanted = (
         jax.jit(lambda v, f=f: jax.jvp(lambda w: f(w, X), (v,), (v,)))(v)
         for f, v in ((half, w), (fun, w.astype("float32")))
     )
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         if x.dtype == jnp.float32:
-            x, y = np.asarray(x, float), np.asarray(y, float)
-            assert np.linalg.norm(x - y) <= 0.05 * np.linalg.norm(y)
+            assert jnp.linalg.norm(x - y) <= 0.05 * jnp.linalg.norm(y)
 
 
-def has_half_products(fun):
+def assert_half_products(fun):
     half = autocast(fun, "bfloat16")
-    traced = _jaxpr.equations(jax.make_jaxpr(half)(W, X))
-    products = [eqn for eqn in traced if eqn.primitive.name in PRODUCTS]
-    assert {_jaxpr.dtype_name(v) for e in products for v in e.invars} == {"bfloat16"}
+    assert {*products(half, W, X)} == {BF16}
     got, wanted = (
-        jax.jit(jax.grad(lambda w, f=f: jnp.mean(f(w, X) ** 2)))(W) for f in (half, fun)
+        jax.jit(jax.grad(lambda w, f=f: mean_square(f(w, X))))(W) for f in (half, fun)
     )
-    assert np.linalg.norm(got - wanted) < 0.02 * np.linalg.norm(wanted)
+    assert_norm_close(got, wanted, 0.02)
 
 
 def test_products_in_the_checkpoints_of_a_flag_are_half_precision():
@@ -83,16 +73,11 @@ def test_products_in_the_checkpoints_of_a_flag_are_half_precision():
     before = jax.config.jax_remat3
     jax.config.update("jax_remat3", True)
     try:
-        has_half_products(jax.checkpoint(lambda w, x: jnp.tanh(x @ w) @ w))
+        assert_half_products(jax.checkpoint(lambda w, x: jnp.tanh(x @ w) @ w))
         if not getattr(jax.config, "jax_scan3", False):  # it has no reverse mode yet
-            has_half_products(repeated_in_checkpoints)
+            assert_half_products(lambda w, x: SCANS["a checkpoint"](w, x)[0])
     finally:
         jax.config.update("jax_remat3", before)
-
-
-def repeated_in_checkpoints(w, x):
-    body = jax.checkpoint(lambda h, _: (step(h, w)[0], None))
-    return lax.scan(body, x, None, length=3)[0]
 
 
 def test_a_traced_function_may_be_called():
@@ -100,6 +85,5 @@ def test_a_traced_function_may_be_called():
     traced = jax.jit(lambda w: jnp.tanh(X @ w)).trace(W)
     if not callable(traced):
         pytest.skip("jax 0.8 calls none")
-    half = jax.make_jaxpr(autocast(lambda w: traced(w).sum(), "bfloat16"))(W)
-    products = [e for e in _jaxpr.equations(half) if e.primitive.name in PRODUCTS]
-    assert [_jaxpr.dtype_name(e.invars[0]) for e in products] == ["bfloat16"]
+    half = autocast(lambda w: traced(w).sum(), "bfloat16")
+    assert products(half, W) == [BF16]

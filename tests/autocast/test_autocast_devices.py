@@ -125,10 +125,12 @@ SYMBOLIC = {
     "lookup": lambda w, x: w[jnp.argmax(x, 1)] @ w,
     "norm of a batch": lambda w, x: (x @ w / jnp.std(x @ w, 0, keepdims=True)) @ w,
     "scan": lambda w, x: lax.scan(lambda c, _: (layer(w, c), None), x, length=2)[0],
+    "a bias": lambda w, x: jax.nn.gelu(x @ w + w[:1]) @ w,
+    "labels": lambda w, x: jnp.take_along_axis(x @ w, jnp.argmax(x, 1)[:, None], 1),
 }
 
 
-@pytest.mark.parametrize("name", by_name(["attention"], SYMBOLIC))
+@pytest.mark.parametrize("name", by_name(["attention", "a bias", "labels"], SYMBOLIC))
 def test_a_program_of_symbolic_sizes_is_that_of_each_size(name):
     """As `jax.export` traces it."""
 

@@ -12,7 +12,6 @@ from autocast_checks import assert_close_gradients, two_layers
 from autocast_programs import PROGRAMS, N, W, X, layer, mean_square
 from helpers import ONE_AXIS, by_name
 from jax import export, lax
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import PartitionSpec as P
 
 from jmp_scale import _jaxpr, autocast
@@ -25,7 +24,7 @@ def gathered(shard, x):
     return x @ lax.all_gather(shard, "i", tiled=True)
 
 
-@pytest.mark.parametrize("around", ["scan", "cond", "loop", "all_gather", "experts"])
+@pytest.mark.parametrize("around", ["scan", "cond", "all_gather", "experts"])
 def test_gradients_of_weights_are_float32_whatever_is_done_to_them(around):
     big = jnp.full((512, N), 300.0)  # whose sums of 512 float16 cannot hold
 
@@ -39,8 +38,6 @@ def test_gradients_of_weights_are_float32_whatever_is_done_to_them(around):
             return lax.scan(lambda c, w: (c + total(w), None), 0.0, w[None])[0]
         if around == "cond":
             return lax.cond(big[0, 0] > 0, total, lambda w: jnp.sum(w @ w), w)
-        if around == "loop":
-            return lax.fori_loop(0, 1, lambda _, c: c + total(w), 0.0)
         if around == "all_gather":
             return 400 * jnp.sum(gathered(w, big))
         chosen = w[None][jnp.zeros(2, int)]
@@ -90,7 +87,6 @@ def test_equal_layers_are_traced_once():
 
 LIKE = {  # what is done to the result of a layer, from one source line
     "power": (lax.integer_pow, [2, 3, 2]),
-    "permutation": (lax.transpose, [(0, 1), (1, 0), (0, 1)]),
     "factor": (lambda y, factor: y * factor, [1.0, 2.0, np.float32(1), -1]),
     "constant": (lambda y, k: y * np.full((N, N), k, np.float32), [1, 2, 1]),
     "function": (lambda y, f: f(y), [jax.nn.relu, jnp.tanh, jax.nn.relu6]),
@@ -110,19 +106,6 @@ def test_steps_that_differ_in_one_thing_are_not_one(what):
         return mean_square(x @ w) + total
 
     assert_close_gradients(loss, W, W.T)
-
-
-def test_a_product_behind_an_island_keeps_its_own_context():
-    def loss(w, x):
-        y = x @ w
-        with set_xla_metadata(part="island"):
-            y = jnp.tanh(y)
-        return mean_square(y @ w)
-
-    jaxpr = jax.make_jaxpr(jax.grad(autocast(loss, "float16")))(W, X)
-    marked = [e.primitive.name for e in _jaxpr.equations(jaxpr) if e.ctx.xla_metadata]
-    assert "tanh" in marked
-    assert "dot_general" not in marked
 
 
 def test_equal_layers_differ_in_what_they_read_twice():

@@ -10,7 +10,6 @@ from autocast_checks import BF16, F16, F32, assert_close, assert_norm_close, n32
 from autocast_programs import PRODUCTS, W, X, layer, mean_square, products
 from helpers import ONE_AXIS, by_name, slow
 from jax import lax
-from jax.experimental import pallas
 from jax.sharding import PartitionSpec as P
 
 from jmp_scale import _jaxpr, autocast, in_half, keep_float32
@@ -82,13 +81,13 @@ def test_products_of_a_name_stay_float32():
         assert products(half, W, X) == dtypes
 
 
-def test_a_name_that_matches_nothing_warns_and_lists_what_there_is():
-    names = "typo", "head"
-    half = autocast(lambda w, x: head(w, x) @ w, "float16", keep_float32=names)
-    with pytest.warns(UserWarning, match=r"\['typo'\].*head.*logits"):
+@pytest.mark.parametrize("option", ["keep_float32", "float32_results"])
+def test_a_name_that_matches_nothing_warns_and_lists_what_there_is(option):
+    names = {option: ("typo", "head")}
+    half = autocast(lambda w, x: head(w, x) @ w, "float16", **names)
+    words = rf"{option} names nothing .*\['typo'\].*head.*logits"
+    with pytest.warns(UserWarning, match=words):
         half(W, X)
-    with pytest.raises(TypeError, match=r"got a function 'head'.*keep_float32\(fun\)"):
-        autocast(head, "float16", keep_float32=(head,))
 
 
 @jax.custom_vjp
@@ -161,8 +160,7 @@ def masked_attention(w, bias):
 
 
 LEAST = float(jnp.finfo("float32").min)
-MASKS = [("bfloat16", LEAST), ("float16", -1e9), ("float16", LEAST)]
-MASKS += [slow(("float16", -1e10)), slow(("float16", -1e30))]
+MASKS = [("bfloat16", LEAST), ("float16", -1e9), slow(("float16", LEAST))]
 
 
 @pytest.mark.parametrize("numpy", [jnp, slow(np)])
@@ -186,32 +184,6 @@ def test_in_half_changes_no_infinity_and_no_overflow():
     low, inf = float(jnp.finfo("float16").min), np.inf
     wanted = [-inf, low, low, -inf, -inf, inf, inf, np.nan]
     np.testing.assert_array_equal(same(values, W)[0], wanted)
-
-
-def pallas_kernel(x, w):
-    def body(x, w, y):
-        y[...] = x[...] @ w[...]
-
-    result = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
-    return pallas.pallas_call(body, result, interpret=True)(x, w)
-
-
-def test_a_pallas_kernel_gets_half_precision():
-    seen = []
-
-    def spied(fun):
-        def spy(*args, **kwargs):
-            seen.append({x.dtype.name for x in args})
-            return fun(*args, **kwargs)
-
-        return in_half(spy)
-
-    def fun(w, x):
-        return spied(pallas_kernel)(x, w)
-
-    for each in (fun, autocast(fun, "bfloat16")):
-        jax.eval_shape(each, W, X)
-    assert seen[-2:] == [{"float32"}, {"bfloat16"}]
 
 
 def test_the_inner_autocast_decides():

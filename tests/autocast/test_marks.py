@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from autocast_programs import W, X
+from helpers import slow
 from jax import lax
 
 from jmp_scale import _jaxpr, autocast, in_half, keep_float32
@@ -90,7 +91,7 @@ def test_a_jitted_function_is_traced_anew_for_each_dtype():
     assert "float16" not in dtypes("bfloat16")
 
 
-MARKS = pytest.mark.parametrize("mark", [keep_float32, in_half])
+MARKS = pytest.mark.parametrize("mark", [keep_float32, slow(in_half)])
 
 
 class Net(eqx.Module):

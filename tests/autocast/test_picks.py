@@ -13,12 +13,11 @@ import numpy as np
 import optax
 import pytest
 from autocast_programs import arrays
-from helpers import EXPLICIT, ONE_AXIS, by_name
-from jax import export, lax
+from helpers import EXPLICIT, ONE_AXIS, by_name, slow
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jmp_scale
 from jmp_scale import _jaxpr, autocast
 
 ROWS, WIDTH, SIZE = 8, 4, 12
@@ -81,17 +80,12 @@ def halves(x):
 
 FORMS = {
     "optax": of_logits(lambda x, y: jnp.mean(entropy(x, y))),
-    "optax, where=": of_logits(lambda x, y: jnp.sum(entropy(x, y, where=x > -1))),
     "along the first axis": of_logits(
         lambda x, y: jnp.sum(along(log_softmax(x.T, axis=0), y, axis=0))
-    ),
-    "along the middle axis": of_logits(
-        lambda x, y: jnp.sum(along(log_softmax(halves(x).mT, 1), halves(y), axis=1))
     ),
     "rows of vmap": of_logits(
         lambda x, y: jnp.sum(jax.vmap(lambda row, label: row[label])(log_softmax(x), y))
     ),
-    "two columns": of_logits(lambda x, y: jnp.sum(log_softmax(x)[COUNT, y])),
     "three columns": of_logits(
         lambda x, y: jnp.sum(
             log_softmax(halves(x))[
@@ -100,15 +94,11 @@ FORMS = {
         )
     ),
     "smoothed and masked": of_logits(smoothed),
-    "checkpoint": of_logits(jax.checkpoint(negative_log)),
     "chunks in a checkpoint": in_chunks(jax.checkpoint(negative_log)),
     "branches": of_logits(
         lambda x, y: lax.cond(x[0, 0] > 9, lambda x, _: jnp.sum(x), negative_log, x, y)
     ),
     "shard_map": by_devices(negative_log),
-    "a float32 head": lambda b, labels, h, w: negative_log(
-        b + jmp_scale.keep_float32(jnp.dot)(h @ jnp.eye(WIDTH), w), labels
-    ),
 }
 
 
@@ -127,10 +117,10 @@ def assert_equal(fun, reference, args):
     jax.tree.map(equal, found, wanted)
 
 
-QUICK = "optax", "along the first axis", "rows of vmap", "three columns", "branches"
-QUICK += "smoothed and masked", "chunks in a checkpoint", "shard_map"
+QUICK = "optax", "along the first axis", "rows of vmap", "branches", "shard_map"
+QUICK += ("smoothed and masked",)
 CASES = by_name(
-    [*((name, True) for name in QUICK), ("optax", False), ("two columns", False)],
+    [*((name, True) for name in QUICK), ("three columns", False)],
     itertools.product(FORMS, (True, False)),
 )
 
@@ -147,8 +137,8 @@ OUT_OF_BOUNDS = jnp.asarray([-100, -SIZE - 1, -SIZE, -1, SIZE - 1, SIZE, 300, 2]
 
 OPTIONS = {"mode": "clip"}, {"mode": "fill"}, {"mode": "fill", "fill_value": 3.0}
 LABELED = by_name(
-    [*((options, "int32") for options in OPTIONS), (OPTIONS[0], "uint8")],
-    itertools.product(OPTIONS, ("uint8", "int8")),
+    [*zip(OPTIONS, ("uint8", "int32", "int32"), strict=True)],
+    itertools.product(OPTIONS, ("int32", "uint8", "int8")),
 )
 
 
@@ -177,7 +167,7 @@ def test_infinite_logits_of_a_mask_reach_no_other_entry():
     half = autocast(of_logits(loss), "bfloat16")
     assert not gathered(half, *ARGS)
     assert_equal(half, of_logits(loss), ARGS)
-    infinite = autocast(lambda b, y, h, w: along(b + h @ w, y), "bfloat16")
+    infinite = jax.jit(autocast(lambda b, y, h, w: along(b + h @ w, y), "bfloat16"))
     args = B.at[:, ::2].set(jnp.inf).at[1].set(jnp.nan), *ARGS[1:]
     wanted = along(args[0] + H @ W, LABELS)
     np.testing.assert_array_equal(infinite(*args), wanted)
@@ -194,7 +184,6 @@ KEPT = {
     ),
     "one axis": lambda x, y, h: jnp.sum(x[0][y]),
     "rows that repeat": lambda x, y, h: jnp.sum(x[COUNT // 2, y]),
-    "rows in reverse": lambda x, y, h: jnp.sum(x[COUNT[::-1], y]),
 }
 
 
@@ -208,7 +197,7 @@ def test_a_gather_of_anything_else_stays(name):
     assert gathered(half, *ARGS) == gathered(loss, *ARGS)
 
 
-@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("recompute", [True, slow(False)])
 def test_second_derivatives_are_those_of_the_gather(recompute):
     def loss(x, y):
         return jnp.sum(along(jnp.sin(x) * x, y) ** 3)
@@ -218,16 +207,6 @@ def test_second_derivatives_are_those_of_the_gather(recompute):
 
     half = autocast(of_logits(loss), "bfloat16", recompute=recompute)
     assert_equal(curvature(half), curvature(of_logits(loss)), ARGS)
-
-
-def test_a_scaled_float16_loss_has_the_gradient_of_its_gather():
-    scale = jmp_scale.StaticLossScale(2.0**12)
-    half = autocast(of_logits(negative_log), "float16")
-    found = jax.jit(jmp_scale.value_and_grad(half, scale))(*ARGS)
-    wanted = jax.value_and_grad(of_logits(negative_log))(*ARGS)
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-5), found, wanted
-    )
 
 
 def test_explicit_axes_split_the_rows():
@@ -246,13 +225,3 @@ def test_a_loop_saves_labels_and_no_masks_of_a_row(recompute):
     half = autocast(in_chunks(negative_log), "bfloat16", recompute=recompute)
     residuals = jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(half, *a)[1], *ARGS))
     assert not [x for x in residuals if x.dtype == bool and SIZE in x.shape]
-
-
-def test_a_batch_of_a_symbolic_size_is_exported():
-    (rows,) = export.symbolic_shape("rows")
-    types = [
-        jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for x in (B, LABELS, H)
-    ]
-    half = jax.jit(autocast(of_logits(negative_log), "bfloat16"))
-    found = export.export(half)(*types, W).call(*ARGS)
-    np.testing.assert_allclose(found, half(*ARGS), rtol=1e-6)

@@ -2,7 +2,6 @@
 
 import functools
 
-import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -74,21 +73,6 @@ def test_the_fate_of_a_product(name):
     assert ops.stays_float32(eqn) == (wanted not in (Fate.BECOMES_HALF, Fate.IS_HALF))
 
 
-def test_elementwise_operations_sums_and_moves_are_cheap():
-    def cheap(fun, *args):
-        return ops.is_cheap(program(fun, *args).eqns[-1])
-
-    assert cheap(jnp.tanh, X)
-    assert cheap(jax.jit(jnp.tanh), X)
-    assert cheap(jax.nn.relu, X)
-    assert cheap(lambda x: lax.reduce_max(x, (0,)), X)
-    assert not cheap(lambda x, i: x[i], X, jnp.arange(3))
-    assert not cheap(lambda x: lax.sort(x), X)
-    assert not cheap(jax.jit(jnp.sort), X)
-    assert not cheap(lambda x: lax.scan(lambda c, _: (c + 1, None), x, length=2), X)
-    assert not cheap(lambda x: jax.debug.print("{}", x), X)
-
-
 def test_a_reshard_within_a_mesh_is_cheap_and_to_another_one_is_not():
     mesh = EXPLICIT_TWO
     other = jax.sharding.Mesh(
@@ -120,12 +104,6 @@ def in_linen(x, w):
     return Head().apply({"params": {"lm_head": {"kernel": w}}}, x)
 
 
-def in_equinox(x, w):
-    layer = eqx.nn.Linear(16, 16, use_bias=False, key=jax.random.key(0))
-    with jax.named_scope("lm_head"):
-        return jax.vmap(eqx.tree_at(lambda m: m.weight, layer, w.T))(x)
-
-
 def in_nnx(x, w):
     layer = nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(0))
     layer.kernel[...] = w
@@ -148,7 +126,6 @@ NAMED = {
     "a function": ("head", head, X, W),
     "a convolution": ("convolution", convolution, IMAGE, K3),
     "a weight stored in half": ("head", head, X, W.astype("bfloat16")),
-    "a scope of Equinox": ("lm_head", in_equinox, X, W),
     "a Linen module": ("lm_head", in_linen, X, W),
     "a class of Linen": ("Dense", in_linen, X, W),
     "a class of NNX": ("Linear", in_nnx, X, W),
@@ -156,7 +133,7 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("recompute", [True, slow(False)])
 @pytest.mark.parametrize("name", NAMED)
 def test_a_named_product_has_half_operands_and_a_float32_result(name, recompute):
     called, fun, *args = NAMED[name]
@@ -171,11 +148,10 @@ def test_a_named_product_has_half_operands_and_a_float32_result(name, recompute)
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"recompute": False}, slow({"backward": "bfloat16"})],
+    [{}, slow({"recompute": False}), slow({"backward": "bfloat16"})],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", ["bfloat16", slow("float16")])
-def test_a_float32_result_halves_the_error_of_a_head(dtype, options):
+def test_a_float32_result_halves_the_error_of_a_head(options):
     h, w = arrays((64, 64), (64, 2048), scale=1)
     y = jax.random.categorical(jax.random.key(0), h @ w)  # as of a trained model
 
@@ -186,13 +162,13 @@ def test_a_float32_result_halves_the_error_of_a_head(dtype, options):
     def error(fun):
         return np.linalg.norm(jax.jit(jax.grad(fun))(w, h) - jax.grad(loss)(w, h))
 
-    cast = functools.partial(autocast, loss, dtype, **options)
+    cast = functools.partial(autocast, loss, "float16", **options)
     # A backward pass in bfloat16 has an error of its own.
     share = 0.9 if "backward" in options else 0.7
     assert error(cast(float32_results="head")) < share * error(cast())
 
 
-@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("recompute", [True, slow(False)])
 @pytest.mark.parametrize(
     "policy",
     [
@@ -211,11 +187,3 @@ def test_a_checkpoint_saves_a_float32_result_as_it_is(policy, recompute):
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
     saved = jax.tree.leaves(jax.vjp(saving, *args)[1])
     assert jnp.float32 in [x.dtype for x in saved if x.shape == (8, 12)]
-
-
-def test_a_name_of_no_product_warns():
-    half = autocast(head, "bfloat16", float32_results=("lm_hed",))
-    with pytest.warns(
-        UserWarning, match="float32_results names nothing .*lm_hed.*; .*head"
-    ):
-        half(X, W)

@@ -40,7 +40,6 @@ def scaled(name, scale, tail):
 scaled("stream_of_1e6_rms_norm", 1e6, lambda h, w: jnp.square(rms(h) @ w))
 scaled("log_of_1e6", 1e6, lambda h, w: jnp.log(jnp.abs(h) + 1))
 scaled("cosine", 1e5, lambda h, w: h / jnp.linalg.norm(h, axis=1)[:, None] @ w)
-scaled("huber", 1e3, lambda h, w: jnp.where(abs(h) < 1e3, h * h / 2e3, abs(h)))
 scaled("logsumexp", 100.0, lambda h, w: jax.nn.logsumexp(h, -1))
 scaled("rounded", 4.0, lambda h, w: (h + lax.stop_gradient(jnp.round(h) - h)) ** 2)
 
@@ -164,13 +163,6 @@ def router(h, k):
 
 softmax("softmax_beside_one_that_a_sine_reads", sines)
 softmax("softmax_beside_that_of_a_router", router)
-
-
-@hostile
-def branches(w, x):
-    h = x + x @ w
-    h = lax.cond(h.sum() > 0, lambda h: h @ w, lambda h: 1e6 * jnp.tanh(h) @ A, h)
-    return mean_square(h)
 
 
 @hostile

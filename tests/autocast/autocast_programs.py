@@ -96,17 +96,6 @@ def scan_reversed_and_unrolled(w, x):
 
 
 @program
-def while_loop(w, x):
-    fixed = lax.stop_gradient(w)
-
-    def body(state):
-        return state[0] + 1, layer(fixed, state[1])
-
-    _, y = lax.while_loop(lambda s: s[0] < 3, body, (0, lax.stop_gradient(x)))
-    return mean_square(layer(w, y)) + mean_square(layer(w, x))
-
-
-@program
 def switch(w, x):
     branches = [layer, lambda w, y: y, lambda w, y: layer(w.T, y)]
     return sum(mean_square(lax.switch(i, branches, w, x)) for i in range(3))

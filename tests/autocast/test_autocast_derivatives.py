@@ -80,15 +80,6 @@ def test_a_layer_keeps_its_stream_and_the_results_of_its_products():
     assert plain["float32"] > 9
 
 
-def test_no_gradient_of_what_was_stopped_is_computed():
-    def loss(w, x):
-        y = layer(w, x)
-        return mean_square(y[:4] @ w) + mean_square(lax.stop_gradient(jnp.sin(y)) @ w)
-
-    half, plain = (products(jax.grad(f), W, X) for f in (autocast(loss, "f16"), loss))
-    assert len(half) == len(plain)
-
-
 def test_a_bfloat16_backward_pass_needs_no_loss_scale():
     def loss(w, x):
         return two_layers(w, x) * 1e-9

@@ -59,16 +59,11 @@ def test_it_composes_with_what_is_around_it(around):
 
 SPLIT, WHOLE = (NamedSharding(ONE_AXIS, P(*names)) for names in (["i"], []))
 split_layer = jax.jit(layer, in_shardings=(WHOLE, SPLIT), out_shardings=SPLIT)
-split = jax.jit(lambda x: x * 1, out_shardings=SPLIT)
 SHARDED = {
     "layer": lambda w, x: split_layer(w, split_layer(w, x)),
-    "operand": lambda w, x: layer(w, split(x)),
     "result": jax.jit(lambda w, x: layer(w, x), out_shardings=SPLIT),
     "scan": lambda w, x: lax.scan(lambda c, _: (split_layer(w, c), 0), x, length=2)[0],
     "vmap": lambda w, x: jax.vmap(split_layer, (0, None))(jnp.stack([w, w]), x)[0],
-    "numbers": lambda w, x: split_layer(
-        w, x + jax.jit(lambda: 1.0, out_shardings=WHOLE)()
-    ),
 }
 
 

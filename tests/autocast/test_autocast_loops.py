@@ -12,6 +12,7 @@ from autocast_checks import assert_close_gradients, two_layers
 from autocast_programs import PROGRAMS, N, W, X, layer, mean_square
 from helpers import ONE_AXIS, by_name
 from jax import export, lax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import PartitionSpec as P
 
 from jmp_scale import _jaxpr, autocast
@@ -106,6 +107,19 @@ def test_steps_that_differ_in_one_thing_are_not_one(what):
         return mean_square(x @ w) + total
 
     assert_close_gradients(loss, W, W.T)
+
+
+def test_a_product_behind_an_island_keeps_its_own_context():
+    def loss(w, x):
+        y = x @ w
+        with set_xla_metadata(part="island"):
+            y = jnp.tanh(y)
+        return mean_square(y @ w)
+
+    jaxpr = jax.make_jaxpr(jax.grad(autocast(loss, "float16")))(W, X)
+    marked = [e.primitive.name for e in _jaxpr.equations(jaxpr) if e.ctx.xla_metadata]
+    assert "tanh" in marked
+    assert "dot_general" not in marked
 
 
 def test_equal_layers_differ_in_what_they_read_twice():

@@ -33,6 +33,7 @@ def test_a_dtype_that_is_not_half_precision_is_an_error(dtype):
         lambda w, x: jnp.dot(x, w, precision="highest"),
         lambda w, x: x[0] @ jnp.sin(x.T),
         lambda w, x: jnp.dot(X, W),
+        lambda w, x: jnp.dot(n32(jnp.int32(9 * x)), n32(jnp.int32(9 * w))),
     ],
 )
 def test_a_function_in_which_nothing_becomes_half_warns_once(fun):

@@ -60,12 +60,11 @@ MODES = {
         lambda s: jnp.mean(jax.vmap(lambda s, _: f(s), (None, 0))(s, jnp.arange(2.0)))
     ),
 }
-KINDS = [*itertools.product(PROGRAMS, [True, False])]
 # Of each kind of program a fifth of all chains, in which each two modes meet.
 ROWS = [
     (*chain, *kind)
     for chain in itertools.product(MODES, repeat=3)
-    for i, kind in enumerate(KINDS)
+    for i, kind in enumerate(itertools.product(PROGRAMS, [True, False]))
     if (sum(map([*MODES].index, chain)) - i) % 5 == 0
 ]
 QUICK = [

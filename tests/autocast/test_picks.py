@@ -179,9 +179,6 @@ KEPT = {
     "several of a row": lambda x, y, h: jnp.sum(
         jnp.take_along_axis(x, jnp.stack([y, 0 * y], -1), -1)
     ),
-    "a sorted array": lambda x, y, h: jnp.sum(
-        jnp.take_along_axis(x, jnp.argsort(x), -1)[0]
-    ),
     "one axis": lambda x, y, h: jnp.sum(x[0][y]),
     "rows that repeat": lambda x, y, h: jnp.sum(x[COUNT // 2, y]),
 }

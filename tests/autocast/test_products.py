@@ -73,6 +73,21 @@ def test_the_fate_of_a_product(name):
     assert ops.stays_float32(eqn) == (wanted not in (Fate.BECOMES_HALF, Fate.IS_HALF))
 
 
+def test_elementwise_operations_sums_and_moves_are_cheap():
+    def cheap(fun, *args):
+        return ops.is_cheap(program(fun, *args).eqns[-1])
+
+    assert cheap(jnp.tanh, X)
+    assert cheap(jax.jit(jnp.tanh), X)
+    assert cheap(jax.nn.relu, X)
+    assert cheap(lambda x: lax.reduce_max(x, (0,)), X)
+    assert not cheap(lambda x, i: x[i], X, jnp.arange(3))
+    assert not cheap(lambda x: lax.sort(x), X)
+    assert not cheap(jax.jit(jnp.sort), X)
+    assert not cheap(lambda x: lax.scan(lambda c, _: (c + 1, None), x, length=2), X)
+    assert not cheap(lambda x: jax.debug.print("{}", x), X)
+
+
 def test_a_reshard_within_a_mesh_is_cheap_and_to_another_one_is_not():
     mesh = EXPLICIT_TWO
     other = jax.sharding.Mesh(

@@ -11,7 +11,6 @@ import correctness
 import half_storage
 import jax
 import jax.numpy as jnp
-import models
 import numpy as np
 import optax
 import overhead
@@ -168,14 +167,6 @@ def test_a_command_prints_its_table(script, monkeypatch, capsys):
     assert printed in capsys.readouterr().out
 
 
-def test_of_both_forms_of_products_the_larger_bytes_count(monkeypatch):
-    triton, cublas = {"kernels": 4, "bytes, GB": 1}, {"kernels": 5, "bytes, GB": 2}
-    found = {"h100": triton, "h100-cublas": cublas}
-    monkeypatch.setattr(autocast, "_compiled_for", lambda target, *of: found[target])
-    assert autocast._compiled("h100", "a program") == triton | {"bytes, GB": 2}
-    assert autocast._compiled("h100-cublas", "a program") == cublas
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", autocast.BLOCKS)
 @jax.numpy_rank_promotion("allow")  # as users write them
@@ -201,18 +192,6 @@ def test_minimal_programs_have_no_rows_of_what_they_are_not_made_for(monkeypatch
     assert "head by log_softmax, TP" not in layouts  # one chip shares with no other
 
 
-@pytest.mark.slow
-def test_attention_that_divides_last_has_the_values_and_gradients_of_attention():
-    qkv = jax.random.normal(jax.random.key(0), (3, 2, 8, 3, 4))
-
-    def loss(attend):
-        return jax.value_and_grad(lambda qkv: jnp.sum(jnp.sin(attend(*qkv))))(qkv)
-
-    found, expected = loss(models.attend_divided_last), loss(models.attend)
-    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
-    np.testing.assert_allclose(found[1], expected[1], atol=1e-5)
-
-
 def test_a_compiler_that_is_missing_is_named_with_its_extra(monkeypatch):
     monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="--group tpu-compile"):
@@ -221,7 +200,7 @@ def test_a_compiler_that_is_missing_is_named_with_its_extra(monkeypatch):
 
 @pytest.mark.parametrize("machine", ["h200", "epyc"])
 def test_the_page_of_a_machines_times_is_what_the_command_prints(machine, capsys):
-    results = pathlib.Path(__file__).parents[1] / "benchmarks/results"
+    results = ROOT / "benchmarks/results"
     clocked.main([str(results / f"{machine}.jsonl")])
     page = (results / f"{machine}.md").read_text()
     assert page.endswith(capsys.readouterr().out)

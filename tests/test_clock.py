@@ -7,7 +7,6 @@ import sys
 
 import _clock_parts
 import clock
-import clocked
 import jax.numpy as jnp
 import pytest
 from _clock import Clock, Program
@@ -67,29 +66,6 @@ def test_a_part_that_is_cut_off_has_the_times_of_what_was_compiled(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         Clock("own", seconds=60, rows=path).take_turns("table", programs)
     assert {row["name"] for row in rows_of(path) if "ms" in row} >= {"a", "b"}
-
-
-def test_the_rows_become_tables_below_the_machine(tmp_path, capsys):
-    path = tmp_path / "rows.jsonl"
-    machine = {
-        "part": "p",
-        "device": "1 x H200",
-        "processor": "2 x Xeon",
-        "bfloat16_units": True,
-        "load": [1.5, 1, 1],
-        "versions": {"jax": "0.12"},
-        "date": "2026-11-28",
-    }
-    time = {"part": "p", "title": "t", "name": "float32", "ms": 2, "low": 1, "high": 3}
-    faster = time | {"name": "half", "ms": 1.0}
-    early = time | {"title": "t (so far)"}
-    lines = map(json.dumps, [machine, early, time, faster])
-    path.write_text("\n".join(lines))
-    clocked.main([str(path)])
-    out = capsys.readouterr().out
-    assert "1 x H200; processor 2 x Xeon, with matrix units for bfloat16" in out
-    assert "| half | 1.00 | 1.00 | 3.00 | 2.00 | - |" in out
-    assert "so far" not in out
 
 
 @pytest.mark.slow

@@ -6,8 +6,6 @@ import re
 import compilers
 import jax
 import jax.numpy as jnp
-import models
-import optax
 import pytest
 from compilers import hlo, targets, traffic, wire
 from jax.sharding import NamedSharding
@@ -69,13 +67,23 @@ BYTES = {
     ("tpu-v5e", "f32"): 1.04,
     ("tpu-v5e", "f16"): 1.04,
 }
+# A guard reads nothing more, but on a TPU fewer gradients stay in on-chip memory.
+GUARDED = {"h100": 1.002, "tpu-v5e": 1.04}
 
 
 @compiles_for("h100", "tpu-v5e")
-@pytest.mark.parametrize("dtype", ["f32", "f16"])
-def test_adamw_reads_each_gradient_at_most_once_more(name, dtype):
-    assert ratio("bytes_accessed", name, dtype=dtype) <= BYTES[name, dtype]
-    scaled = figures(name, "with_loss_scale", dtype)
+@pytest.mark.parametrize(
+    ("peer", "dtype"),
+    [
+        ("with_loss_scale", "f32"),
+        ("with_loss_scale", "f16"),
+        ("with_loss_scale, guard", "f32"),
+    ],
+)
+def test_adamw_reads_each_gradient_at_most_once_more(name, peer, dtype):
+    limit = BYTES[name, dtype] * (GUARDED[name] if "guard" in peer else 1)
+    assert ratio("bytes_accessed", name, peer, dtype=dtype) <= limit
+    scaled = figures(name, peer, dtype)
     assert (scaled.copied_arrays, scaled.conditionals, scaled.transfers) == (0, 0, 0)
     assert scaled.collectives == []
 
@@ -86,17 +94,6 @@ def test_clipping_reads_the_gradients_once(name, peer):
     """The flag falls out of the pass that the norm takes."""
     bytes_ratio = ratio("bytes_accessed", name, peer=peer, optimizer="clip+adamw")
     assert bytes_ratio <= {"h100": 1.001, "tpu-v5e": 1.01}[name]
-
-
-@compiles_for("h100", "tpu-v5e")
-def test_a_guard_reads_what_the_finite_check_reads(name):
-    guarded, plain = (
-        figures(name, peer) for peer in ("with_loss_scale, guard", "with_loss_scale")
-    )
-    # On a TPU fewer gradients stay in on-chip memory.
-    limit = {"h100": 1.002, "tpu-v5e": 1.04}[name]
-    assert guarded.bytes_accessed / plain.bytes_accessed <= limit
-    assert guarded.conditionals == 0
 
 
 @compiles_for("h100")
@@ -135,28 +132,6 @@ def test_a_train_step_moves_and_launches_little_more(name, dtype):
     assert (scaled.conditionals, scaled.transfers) == (0, 0)
 
 
-@functools.cache
-def small_step(name, peer):
-    """Of float16 compute by one loss: a layer of width 128, 8 x 128 tokens."""
-    model = models.transformer(models.Transformer(1, 128, 4, 512, 128, 8))
-    params, batch = jax.eval_shape(model.init, jax.random.key(0))
-    loss_fn = functools.partial(model.loss, dtype=jnp.float16)
-    carry, step = problems.build(peer, loss_fn, params, types_only=True)
-    return compilers.compile_step(step, carry, batch, targets.Target(name))[1]
-
-
-@compiles_for("h100", "h100-cublas")
-@pytest.mark.parametrize("peer", ["flax DynamicScale", "jmp"])
-def test_s_and_the_skip_launch_less_than_another_and_move_as_much(name, peer):
-    unscaled, own, other = (
-        small_step(name, each) for each in ("unscaled", "with_loss_scale", peer)
-    )
-    assert unscaled.kernels < own.kernels < other.kernels
-    # The two gradients of the tied embedding are added in the check and in the update,
-    # which reads one of float16 again.
-    assert own.bytes_accessed <= other.bytes_accessed + 2 * 512 * 128 + 1024
-
-
 @compiles_for("h100", "tpu-v5e")
 @pytest.mark.parametrize("peer", ["with_loss_scale", "with_loss_scale, guard"])
 @pytest.mark.parametrize("chips", [4, 64, 256])  # 256 do not divide 64: whole arrays
@@ -176,27 +151,6 @@ def test_leaves_that_are_all_sharded_need_a_scalar(name):
     program = finite.lower([leaf(512, 256)] * 12).compile().as_text()
     ((kind, types),) = traffic.collectives(hlo.parse(program))
     assert (kind, types) in [("all-reduce", (x,)) for x in ("pred[]", "u32[]")]
-
-
-@compiles_for("h100", "tpu-v5e")
-def test_a_step_exported_for_three_machines_is_the_one_compiled_for_each(name):
-    params = {f"w{i}": leaf(512, 512) for i in range(4)}
-    tx = jmp_scale.with_loss_scale(optax.adamw(1e-3), jmp_scale.DynamicLossScale())
-    state = jax.eval_shape(tx.init, params)
-    leaves, structure = jax.tree.flatten((params, state, params))
-
-    def step(*leaves):
-        return jax.tree.leaves(tx.update(*jax.tree.unflatten(structure, leaves)))
-
-    platforms = ["cpu", "tpu", "cuda"]
-    exported = jax.export.export(jax.jit(step), platforms=platforms)(*leaves)
-    restored = jax.export.deserialize(exported.serialize())
-    target = targets.Target(name)
-    direct, through = (
-        compilers.figures(jax.jit(f).lower(*target.placed(leaves)).compile(), target)
-        for f in (step, restored.call)
-    )
-    assert direct == through
 
 
 @compiles_for("h100")

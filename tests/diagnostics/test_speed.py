@@ -59,26 +59,12 @@ def test_a_float16_gradient_is_scaled_by_an_s_at_which_it_is_finite(size):
     assert "at loss scale 2^" in found.summary()
 
 
-def test_has_aux_argnums_and_transforms_are_those_of_value_and_grad():
-    def with_aux(x, w):
-        return loss(w, x), x
-
-    half_loss = jmp_scale.autocast(with_aux, "bfloat16")
-    found = diagnostics.compare_speed(
-        half_loss, with_aux, *ARGS[::-1], argnums=1, has_aux=True
-    )
-    assert 0 < found.error < 0.05
-
-
 def test_an_error_of_the_loss_comes_out():
+    def raises(*_):
+        raise ValueError("no such model")
+
     with pytest.raises(ValueError, match="no such model"):
-        diagnostics.compare_speed(loss, lambda *_: raised(), *ARGS)
-    with pytest.raises(TypeError, match="compare_speed"):
-        diagnostics.compare_speed(loss, 3, *ARGS)
-
-
-def raised():
-    raise ValueError("no such model")
+        diagnostics.compare_speed(loss, raises, *ARGS)
 
 
 VERDICTS = [
@@ -103,7 +89,7 @@ def test_the_verdict_is_of_gains_that_the_control_does_not_show(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_each_form_is_compiled_once_and_the_log_says_which(dtype, caplog):
+def test_each_form_is_compiled_once(dtype):
     half_loss = jmp_scale.autocast(lambda w, x: 1e3 * loss(w, x), dtype)
     compilations = []
 
@@ -113,14 +99,8 @@ def test_each_form_is_compiled_once_and_the_log_says_which(dtype, caplog):
 
     # It stays: jax 0.8 removes only all listeners, those of other tests among them.
     jax.monitoring.register_event_duration_secs_listener(count)
-    with caplog.at_level("INFO", "jmp_scale"):
-        diagnostics.compare_speed(half_loss, loss, *ARGS)
+    diagnostics.compare_speed(half_loss, loss, *ARGS)
     assert compilations.count("jit(run)") == 2, compilations
-    said = "value and gradient: compiling "
-    assert [r.message for r in caplog.records if said in r.message] == [
-        said + "float32",
-        said + "half precision",
-    ]
 
 
 def own_clock(half_loss, loss, *args):

@@ -41,8 +41,9 @@ def lost(share):
 
 SINE, EVERY_25 = np.sin(np.arange(800) / 5), np.arange(800) % 25 == 0
 FALLS, RAMP = falling(800) / noise(800, 0.04), np.arange(800) / 800
-# A run that falls, with the symptoms of instability on top of it.
-UNSTEADY = {
+# Columns of a history, or a loss; the kind of finding, and words of its sentence.
+RUNS = {
+    # A run that falls, with the symptoms of instability on top of it.
     "swings": (
         FALLS * (1 + 0.6 * SINE),
         "loss oscillates",
@@ -73,10 +74,6 @@ UNSTEADY = {
     "a trained model, heavy tails": (
         {"capacity": 400, "loss": 1e-6 * noise(800, 1.0)},
     ),
-}
-# Columns of a history, or a loss; the kind of finding, and words of its sentence.
-RUNS = {
-    "falling": (falling(500),),
     "flat": (noise(299),),
     "a burst": (np.where(STEP // 30 == 10, 3.0, 1.0) * falling(500),),
     "short": (falling(39),),
@@ -108,9 +105,6 @@ RUNS = {
         "frequent skips",
     ),
 }
-
-
-RUNS |= UNSTEADY
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -3,9 +3,6 @@
 import inspect
 import re
 
-import jax
-from jax.sharding import PartitionSpec as P
-
 from jmp_scale.diagnostics import precision_report
 
 ERRORS = {"half-constant", "half-integers", "half-parameters"}
@@ -45,10 +42,3 @@ def assert_finds(functions, fun, *args, **kwargs):
     assert len(report.findings) == len(places)
     assert report.not_looked_into == ()
     return report
-
-
-def on_four_devices(function, check_vma=False):
-    """A function of what all devices share and of rows, with one result for all."""
-    mesh = jax.make_mesh((4,), ("i",), (jax.sharding.AxisType.Auto,))
-    specs = {"in_specs": (P(), P("i")), "out_specs": P(), "check_vma": check_vma}
-    return jax.shard_map(function, mesh=mesh, **specs)

@@ -166,9 +166,7 @@ def rule(backward):
 NOISE = jax.random.normal(jax.random.key(3), (16, 16))
 RULES = {
     "clip": lambda g: jnp.clip(g, -1e-3, 1e-3),
-    "normalize": lambda g: g / (1e-2 + jnp.linalg.norm(g)),
     "noise": lambda g: g + 1e-2 * NOISE,
-    "threshold": lambda g: jnp.where(jnp.abs(g) > 6e-3, g, 0),
     "reversal": lambda g: -3 * g,
     "a bound that is not reached": lambda g: jnp.clip(g, -1e9, 1e9),
 }
@@ -195,14 +193,11 @@ def test_a_backward_rule_that_depends_on_the_loss_scale_is_told(name, dtype):
     assert found.scaled_float32_error == pytest.approx(float(error), abs=1e-4)
     said = "a backward rule in the loss depends on the loss scale"
     is_told = bool(error > 0.1)
-    assert is_told == (name in ("clip", "normalize", "noise", "threshold"))
-    assert (said in str(found), said in str(sensitive_products(loss, w, x))) == (
-        is_told,
-        is_told,
-    )
+    assert is_told == (name in ("clip", "noise"))
+    assert (said in str(found)) is is_told
+    assert (said in str(sensitive_products(loss, w, x))) is is_told
     assert found.is_precise is not is_told
     assert "not needed" not in f"{found} {found.window}" or not is_told
-    assert compare_gradients(half_loss, loss, w, x, loss_scale=1).is_precise
     # bfloat16 trains without a loss scale, and is judged so.
     by_default = compare_gradients(half_loss, loss, w, x)
     assert by_default.is_precise is (dtype == "bfloat16" or not is_told)

@@ -167,19 +167,6 @@ def test_a_command_prints_its_table(script, monkeypatch, capsys):
     assert printed in capsys.readouterr().out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", autocast.BLOCKS)
-@jax.numpy_rank_promotion("allow")  # as users write them
-def test_a_block_trains_float32_parameters_in_every_program(name):
-    model = autocast.BLOCKS[name]
-    params, batch = autocast.types(model)
-    for program in ("by hand", "autocast", "autocast, result=half"):
-        loss = autocast.PROGRAMS[program](model, jnp.bfloat16)
-        text = str(jax.make_jaxpr(loss)(params, batch))
-        assert re.search(r"bf16\S* = (dot_general|conv_general_dilated)", text), program
-        assert jax.eval_shape(jax.grad(loss), params, batch) == params
-
-
 def test_minimal_programs_have_no_rows_of_what_they_are_not_made_for(monkeypatch):
     rows = []
     monkeypatch.setattr(targets, "missing", lambda name: None)

@@ -52,22 +52,6 @@ def test_a_part_without_time_says_what_it_left_out(tmp_path):
     ]
 
 
-def test_a_part_that_is_cut_off_has_the_times_of_what_was_compiled(tmp_path):
-    path = tmp_path / "rows.jsonl"
-
-    def cut_off():
-        raise KeyboardInterrupt
-
-    programs = {
-        "a": lambda: Program(jnp.sin, (jnp.ones(3),)),
-        "b": lambda: Program(jnp.cos, (jnp.ones(3),)),
-        "c": cut_off,
-    }
-    with pytest.raises(KeyboardInterrupt):
-        Clock("own", seconds=60, rows=path).take_turns("table", programs)
-    assert {row["name"] for row in rows_of(path) if "ms" in row} >= {"a", "b"}
-
-
 @pytest.mark.slow
 def test_the_command_runs_a_part_in_a_process_of_its_own(tmp_path):
     path = tmp_path / "rows.jsonl"

@@ -1,6 +1,7 @@
 """`python -m jmp_scale` says what a machine does with half precision, and measures."""
 
 import collections
+import functools
 import json
 import re
 import subprocess
@@ -126,14 +127,18 @@ def test_a_step_trains_call_after_call():
     assert losses[-1] < losses[0]
 
 
+def compared(seconds=1, **runs):
+    """A comparison of programs that run these functions."""
+    programs = {
+        name: lambda run=run: Program(run, mebibytes=1.0) for name, run in runs.items()
+    }
+    return compare("task", programs, seconds)
+
+
 def test_programs_are_run_in_turn_and_compared_with_the_first():
     calls = []
-
-    def program(name):
-        return lambda: Program(lambda: calls.append(name), mebibytes=1.0)
-
-    programs = {name: program(name) for name in "abc"}
-    found = compare("task", programs, seconds=10)
+    runs = {name: functools.partial(calls.append, name) for name in "abc"}
+    found = compared(10, **runs)
     assert "abcaacba" in "".join(calls)  # the order alternates
     a, b, _, control = found.rows
     assert a.gain is None
@@ -172,9 +177,7 @@ def test_a_program_that_runs_out_of_memory_in_a_round_loses_its_row_alone():
         if len(runs) > 2:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
 
-    programs = {"a": lambda: Program(lambda: 0), "b": lambda: Program(fails_later)}
-    programs["c"] = programs["a"]
-    found = compare("task", programs, seconds=1)
+    found = compared(a=list, b=fails_later, c=list)
     assert [row.note for row in found.rows] == ["", "failed: JaxRuntimeError", "", ""]
     assert found.rows[2].gain is not None
 
@@ -194,14 +197,11 @@ def test_a_program_that_the_device_refuses_is_said():
     def refused():
         raise NotImplementedError
 
-    def runs():
-        return Program(lambda: None)
-
-    found = compare("task", {"a": runs, "b": refused}, seconds=1)
+    found = compared(a=list, b=refused)
     assert [row.note for row in found.rows] == ["", "refused: NotImplementedError", ""]
     assert re.search(r"\| refused: NotImplementedError \|\n", timing.markdown(found))
     # The base may be too large for the device, and others not.
-    found = compare("task", {"a": refused, "b": runs}, seconds=1)
+    found = compared(a=refused, b=list)
     assert (found.rows[1].gain, found.believable) == (None, None)
     assert "Believe" not in timing.markdown(found)
     assert re.search(r"\| b +\| +\S+ \| +- \|", timing.markdown(found))

@@ -4,11 +4,11 @@ import itertools
 
 import equinox as eqx
 import flax.nnx as nnx
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import by_name
 from runs import state
 
 import jmp_scale
@@ -91,38 +91,29 @@ def leaves_loss(model, x):
     return jnp.mean(y.astype(jnp.float32) ** 2), y
 
 
-def haiku_network(x):
-    y = hk.dropout(hk.next_rng_key(), 0.1, hk.nets.MLP((4, 2))(x))
-    return jnp.mean(y**2), y
-
-
-def haiku_loss(params, x):
-    half = jmp_scale.autocast(hk.transform(haiku_network).apply, "float16")
-    return half(params, jax.random.key(1), x)
-
-
-def models():
-    """Losses, models, and how their libraries differentiate them."""
+def of_equinox():
     keys = jax.random.split(jax.random.key(0), 2)
     attention = eqx.nn.MultiheadAttention(1, 4, key=keys[0])
     mlp = eqx.nn.MLP(4, 1, 4, 1, activation=jax.nn.relu, key=keys[1])
-    leaves = {
+    return equinox_loss, Scaled(attention, mlp, 2.0), eqx.filter_value_and_grad
+
+
+def of_nnx():
+    return nnx_loss, Network(nnx.Rngs(0)), nnx.value_and_grad
+
+
+def of_leaves():
+    model = {
         "w": jnp.full((4, 2), 0.5),
         "columns": jnp.arange(4)[::-1],
         "key": jax.random.key(0),
         "activation": jnp.tanh,
     }
-    params = hk.transform(haiku_network).init(jax.random.key(1), X)
-    return {
-        "equinox": (
-            equinox_loss,
-            Scaled(attention, mlp, 2.0),
-            eqx.filter_value_and_grad,
-        ),
-        "NNX": (nnx_loss, Network(nnx.Rngs(0)), nnx.value_and_grad),
-        "Haiku": (haiku_loss, params, jax.value_and_grad),
-        "leaves": (leaves_loss, leaves, eqx.filter_value_and_grad),
-    }
+    return leaves_loss, model, eqx.filter_value_and_grad
+
+
+# Each makes a loss, a model, and how its library differentiates.
+MODELS = {"equinox": of_equinox, "NNX": of_nnx, "leaves": of_leaves}
 
 
 def gist(found):
@@ -130,22 +121,19 @@ def gist(found):
     return getattr(found, "error", str(found))
 
 
-QUICK = {
+QUICK = [
     ("precision_report", "equinox"),
     ("precision_report", "NNX"),
-    ("precision_report", "Haiku"),
     ("sensitive_products", "leaves"),
     ("compare_speed", "leaves"),
-}
-PAIRS = [
-    pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow)
-    for pair in itertools.product(TOOLS, ("equinox", "NNX", "Haiku", "leaves"))
 ]
 
 
-@pytest.mark.parametrize(("tool", "library"), PAIRS)
+@pytest.mark.parametrize(
+    ("tool", "library"), by_name(QUICK, itertools.product(TOOLS, MODELS))
+)
 def test_a_tool_takes_a_model_as_its_library_does_and_leaves_it(tool, library):
-    fun, model, transform = models()[library]
+    fun, model, transform = MODELS[library]()
     before = [np.asarray(x) for x in jax.tree.leaves(model) if is_numbers(x)]
     found = TOOLS[tool](fun, model, X, has_aux=True)
     assert str(found) == found.summary()
@@ -160,7 +148,7 @@ def is_numbers(x):
 
 
 def test_a_transform_that_is_given_holds():
-    fun, model, _ = models()["equinox"]
+    fun, model, _ = of_equinox()
     with pytest.raises(TypeError, match="grad requires real"):
         compare(fun, model, X, has_aux=True, transform=jax.value_and_grad)
 

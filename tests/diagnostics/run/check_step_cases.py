@@ -80,16 +80,8 @@ def captured(half, ls, *args):
     return scaled(half, DYNAMIC, *args)
 
 
-def fresh(half, ls, *args):
-    return scaled(half, jmp_scale.DynamicLossScale(), *args)
-
-
 def captured_parameters(half, ls, params, x):
     return scaled(half, ls, PARAMS, x)
-
-
-def scaled_twice(half, ls, *args):
-    return scaled(lambda *args: ls.scale(half(*args)), ls, *args)
 
 
 def never_unscaled(half, ls, *args):
@@ -132,22 +124,10 @@ def while_scaled(name, clip):
     return gradients
 
 
-def clip_each(grads, state, params):
-    def clip(g):
-        return g / jnp.maximum(1.0, jnp.linalg.norm(g))
-
-    return jax.tree.map(clip, grads), state
-
-
 CLIPS = [
     while_scaled("clip by norm", optax.clip_by_global_norm(1.0)),
     while_scaled("clip by value", optax.clip(0.1)),
-    while_scaled("clip by block", optax.clip_by_block_rms(0.1)),
     while_scaled("clip adaptively", optax.adaptive_grad_clip(0.1)),
-    while_scaled(
-        "clip each leaf",
-        optax.GradientTransformation(optax.init_empty_state, clip_each),
-    ),
     while_scaled("clip large ones", optax.clip_by_global_norm(1e3)),
 ]
 NO_NAN = while_scaled("nan_to_num", optax.stateless(lambda grads, _: no_nan(grads)))
@@ -225,7 +205,6 @@ def adjusted_twice(moved, new, loss, params, old):
 WRAPPERS = {
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 4).gradient_transformation(),
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
-    "clip": lambda tx: optax.chain(optax.clip(1.0), tx),
     "zero_nans": lambda tx: optax.chain(optax.zero_nans(), tx),
 }
 
@@ -292,9 +271,10 @@ def average(
 ):
     tx = jmp_scale.with_loss_scale(INNER[inner], DYNAMIC, guard=guard)
 
-    def step(state, x, key):
+    def step(state, x):
         params, old, ema = state["params"], state["opt"], state["ema"]
-        x = x + 1e-3 * jax.random.normal(key, x.shape)
+        key, now = jax.random.split(state["key"])
+        x = x + 1e-3 * jax.random.normal(now, x.shape)
         if accumulate:
             loss, grads = accumulated(params, old.loss_scale, x)
         else:
@@ -305,12 +285,12 @@ def average(
         if select_by:
             moved = jmp_scale.select_tree(getattr(new, select_by), moved, ema)
         metrics = {"loss": loss, **jmp_scale.diagnostics.metrics(new, grads)}
-        return {"params": params, "opt": new, "ema": moved}, metrics
+        return {"params": params, "opt": new, "ema": moved, "key": key}, metrics
 
-    ema = jax.tree.map(lambda p: 1.1 * p, PARAMS)
-    state = {"params": PARAMS, "opt": tx.init(PARAMS), "ema": ema}
+    ema, key = jax.tree.map(lambda p: 1.1 * p, PARAMS), jax.random.key(1)
+    state = {"params": PARAMS, "opt": tx.init(PARAMS), "ema": ema, "key": key}
     step = jax.jit(step, donate_argnums=0 if donate else ())
-    return step, (state, X, jax.random.key(1))
+    return step, (state, X)
 
 
 def copies(mistake=None):
@@ -335,22 +315,6 @@ def accumulated(params, ls, x):
 
     zeros = jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
     return lax.scan(add, zeros, x.reshape(4, 4, 4))[0]
-
-
-def key_in_state(mistake=None):
-    """A donated state with a typed key; `mistake`: NaN of a batch enters an average."""
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(state, x):
-        params, opt, key, mean = state
-        key, now = jax.random.split(key)
-        noisy = x + 1e-3 * jax.random.normal(now, x.shape)
-        params, opt, loss = learned(params, opt, noisy)
-        new = 0.9 * mean + 0.1 * x.mean(0)
-        mean = new if mistake else jmp_scale.select_tree(opt.applied, new, mean)
-        return (params, opt, key, mean), loss
-
-    return step, ((PARAMS, TX.init(PARAMS), jax.random.key(2), jnp.zeros(4)), X)
 
 
 def window_of_calls(mistake=None):
@@ -535,7 +499,7 @@ def nnx_step(mistake=None, change=nothing, inner="adamw", with_metrics=False):
         take = optimizer.value_and_grad(half)
         if mistake == "plain":
             take = nnx.value_and_grad(half)
-        if mistake in ("never unscaled", "own gradient"):
+        if mistake == "own gradient":
             take = nnx.value_and_grad(lambda *args: ls.scale(half(*args)))
         loss, grads = take(model, x)
         if mistake == "own gradient":
@@ -606,39 +570,30 @@ def cases(maker, **settings):
     return found
 
 
-OPTIMIZERS = ["sgd", "clip"]
 # By rule, the steps with that mistake.
 WRONG = {
     "never unscaled": {
-        **cases(
-            step_of,
-            gradients=[never_unscaled, never_unscaled_but_reported, scaled_twice],
-        ),
+        **cases(step_of, gradients=[never_unscaled, never_unscaled_but_reported]),
         **cases(step_of, change=others_added_scaled),
         # A clip does not hide that S changes a step.
         **cases(step_of, gradients=never_unscaled, inner="clip", times=1e3),
-        **cases(step_of, gradients=never_unscaled, dtype="float32"),
-        **cases(step_of, gradients=never_unscaled, inner=OPTIMIZERS),
-        **cases(nnx_step, mistake="never unscaled"),
+        **cases(step_of, gradients=never_unscaled, inner="sgd", dtype="float32"),
     },
     "unscaled twice": {
         # Nor do moments of earlier steps, or a weight decay.
         **cases(step_of, change=unscaled_twice, inner=["decay", "warm-up"]),
         **cases(step_of, change=[unscaled_twice, one_unscaled_twice]),
         **cases(step_of, gradients=penalty_unscaled),
-        **cases(step_of, change=unscaled_twice, dtype="bfloat16"),
-        **cases(step_of, change=unscaled_twice, ls="static"),
-        **cases(step_of, change=unscaled_twice, inner=OPTIMIZERS),
+        **cases(step_of, change=unscaled_twice, ls="static", dtype="bfloat16"),
+        **cases(step_of, change=unscaled_twice, inner=["sgd", "clip"]),
         **cases(average, change=unscaled_twice, accumulate=True),
         **cases(linen, change=unscaled_twice),
         **cases(nnx_step, change=unscaled_twice),
-        **cases(nnx_step, change=unscaled_twice, inner="sgd"),
     },
     "S not used": {
-        **cases(step_of, gradients=[plain, captured, fresh]),
-        **cases(step_of, gradients=plain, dtype=["bfloat16", "float32"]),
-        **cases(step_of, gradients=plain, ls="static"),
-        **cases(step_of, gradients=[plain, captured, fresh], inner=OPTIMIZERS),
+        **cases(step_of, gradients=[plain, captured]),
+        **cases(step_of, gradients=plain, ls="static", dtype="bfloat16"),
+        **cases(step_of, gradients=[plain, captured], inner="sgd"),
         **cases(linen, mistake="plain"),
         **cases(nnx_step, mistake="plain"),
         **cases(gan, mistake=["one", "swapped"]),
@@ -662,12 +617,9 @@ WRONG = {
         **cases(step_of, around="zero_nans"),
         **cases(step_of, gradients=NO_NAN),
         **cases(loop_by_hand, mistake="flag"),
-        **cases(step_of, change=clipped, inner=OPTIMIZERS),
+        **cases(step_of, change=clipped, inner="sgd"),
     },
-    "state put back": {
-        **cases(step_of, around="apply_if_finite"),
-        **cases(step_of, around="apply_if_finite", inner=OPTIMIZERS),
-    },
+    "state put back": cases(step_of, around="apply_if_finite"),
     "put back": cases(step_of, results=put_back),
     "changed on a skip": {
         **cases(step_of, results=decayed),
@@ -684,7 +636,6 @@ WRONG = {
         **cases(step_of, around="MultiSteps"),
         **cases(one_player_in_float32, mistake="no skip"),
         **cases(window_of_calls, mistake="keeps NaN"),
-        **cases(key_in_state, mistake="not selected"),
         **cases(linen, mistake="replaced"),
         **cases(nnx_step, mistake="own gradient"),
     },
@@ -718,7 +669,7 @@ RIGHT = {
     **cases(in_another_order),
     **cases(ensemble),
     **cases(several_steps_in_a_call),
-    **cases(step_of, inner=["adamw", *OPTIMIZERS], dtype=[*HALF]),
+    **cases(step_of, inner=["adamw", "sgd", "clip"], dtype=[*HALF]),
 }
 MISTAKES = {"gradients", "change", "results", "with_value", "select_by", "mistake"}
 

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from check_step_cases import CURED, DYNAMIC, RIGHT, WRONG, by_hand, step_of
+from helpers import by_name, slow
 
 import jmp_scale
 from jmp_scale import diagnostics
@@ -23,22 +24,13 @@ pytestmark = [
 check_step = diagnostics.check_step
 
 
-def first_of(kind, cases):
-    """Parameters of a test: the first of each kind runs by default."""
-    kinds = [kind(case) for case in cases]
-    slow = pytest.mark.slow
-    return [
-        pytest.param(*case, marks=slow if kinds[i] in kinds[:i] else ())
-        for i, case in enumerate(cases)
-    ]
-
-
 # Only one of these is the cause.
 CAUSES = {"never unscaled", "unscaled twice", "clipped while scaled"}
+FIRST = [(rule, next(iter(steps))) for rule, steps in WRONG.items()]
 WRONG_STEPS = [(rule, name) for rule, steps in WRONG.items() for name in steps]
 
 
-@pytest.mark.parametrize(("rule", "name"), first_of(lambda case: case[0], WRONG_STEPS))
+@pytest.mark.parametrize(("rule", "name"), by_name(FIRST, WRONG_STEPS))
 def test_a_mistake_is_named_with_its_cure(rule, name):
     step, args = WRONG[rule][name]()
     found = check_step(step, *args)
@@ -50,13 +42,10 @@ def test_a_mistake_is_named_with_its_cure(rule, name):
         assert CAUSES.intersection(problems) == CAUSES & {rule}
 
 
-QUICK = "average, True", "copies", "nnx_step, True"
+QUICK = ["average, True", "copies", "nnx_step, True"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in RIGHT],
-)
+@pytest.mark.parametrize("name", by_name(QUICK, RIGHT))
 def test_a_right_or_cured_step_has_no_problem_above_a_note(name):
     step, args = RIGHT[name]()
     found = check_step(step, *args)
@@ -73,14 +62,14 @@ WEIGHTS, ROWS = {"w": jnp.full((4, 2), 0.1, "float32")}, jnp.ones((8, 4))
 SGD = jmp_scale.with_loss_scale(optax.sgd(0.1), DYNAMIC)
 
 
-def sgd_step(w, state, x, twice=False, tx=SGD):
-    loss, grads = jmp_scale.value_and_grad(linear, state.loss_scale)(w, x)
+def sgd_step(w, state, x, twice=False, tx=SGD, loss_of=linear):
+    loss, grads = jmp_scale.value_and_grad(loss_of, state.loss_scale)(w, x)
     grads = state.loss_scale.unscale(grads) if twice else grads
     updates, state = tx.update(grads, state, w, value=loss)
     return optax.apply_updates(w, updates), state, loss
 
 
-SGD_STEP = jax.jit(sgd_step, static_argnames=("twice", "tx"))
+SGD_STEP = jax.jit(sgd_step, static_argnames=("twice", "tx", "loss_of"))
 
 
 def test_a_step_is_traced_and_compiled_once():
@@ -105,7 +94,7 @@ def test_arguments_are_as_they_were_and_may_be_donated():
 
 
 def test_a_summary_has_each_problem_its_cure_and_what_was_not_checked():
-    step = jax.jit(lambda *args: sgd_step(*args, twice=True))
+    step = functools.partial(SGD_STEP, twice=True)
     found = check_step(step, WEIGHTS, SGD.init(WEIGHTS), ROWS)
     (problem,) = found.problems
     assert str(found) == found.summary()
@@ -207,14 +196,7 @@ def test_a_step_that_is_skipped_in_any_case_says_so_and_no_more():
 def overflowing(tx, twice=False):
     """A step whose gradients overflow in float16 from S = 2 on."""
     half = jmp_scale.autocast(lambda w, x: 1e5 * linear(w, x), "float16")
-
-    @jax.jit
-    def step(w, state, x):
-        loss, grads = jmp_scale.value_and_grad(half, state.loss_scale)(w, x)
-        grads = state.loss_scale.unscale(grads) if twice else grads
-        updates, state = tx.update(grads, state, w, value=loss)
-        return optax.apply_updates(w, updates), state, loss
-
+    step = functools.partial(SGD_STEP, twice=twice, tx=tx, loss_of=half)
     return step, WEIGHTS, tx.init(WEIGHTS), ROWS
 
 
@@ -260,7 +242,7 @@ def fails_at_inf(w, state, x):
 
 def test_gradients_of_zero_are_not_checked():
     adam = jmp_scale.with_loss_scale(optax.adam(0.1), DYNAMIC)
-    step = jax.jit(functools.partial(sgd_step, tx=adam))
+    step = functools.partial(SGD_STEP, tx=adam)
     found = check_step(step, WEIGHTS, adam.init(WEIGHTS), 0 * ROWS)
     assert "gradients of zero" in [p.rule for p in found.problems]
     assert not found.ok
@@ -359,7 +341,7 @@ def regression(clip, outside):
     return step, w, tx.init(w), x, y
 
 
-@pytest.mark.parametrize("limit", [1.0, 0.1])
+@pytest.mark.parametrize("limit", [1.0, slow(0.1)])
 def test_a_clip_of_entries_outside_hides_infinities_and_inside_does_not(limit):
     clip = optax.clip(limit)
     assert rules_of(*regression(clip, outside=True)) == ["overflow hidden"]
@@ -379,13 +361,7 @@ def test_a_clip_in_a_rule_of_the_loss_is_told_as_one_of_scaled_gradients():
     def loss_of(w, x):
         return jnp.mean((clip_gradient(x @ w["w"], 1 / 16) - 1) ** 2)
 
-    @jax.jit
-    def step(w, state, x):
-        value_and_grad = jmp_scale.value_and_grad(loss_of, state.loss_scale)
-        loss, grads = value_and_grad(w, x)
-        updates, state = SGD.update(grads, state, w, value=loss)
-        return optax.apply_updates(w, updates), state, loss
-
+    step = functools.partial(SGD_STEP, loss_of=loss_of)
     problem, *_ = check_step(step, WEIGHTS, SGD.init(WEIGHTS), ROWS).problems
     assert problem.rule == "clipped while scaled"
     assert "or a custom rule inside the loss clips" in problem.text
@@ -399,14 +375,11 @@ def test_what_is_no_step_is_a_type_error_that_says_what_to_write():
 def test_a_linear_loss_that_is_not_returned_is_no_captured_one():
     adam = jmp_scale.with_loss_scale(optax.adam(0.1), DYNAMIC)
 
-    @jax.jit
-    def step(w, state, x):
-        value_and_grad = jmp_scale.value_and_grad(
-            lambda w: jnp.mean(x @ w["w"]), state.loss_scale
-        )
-        loss, grads = value_and_grad(w)
-        updates, state = adam.update(grads, state, w, value=loss)
-        return optax.apply_updates(w, updates), state
+    def loss_of(w, x):
+        return jnp.mean(x @ w["w"])
+
+    def step(*args):
+        return SGD_STEP(*args, tx=adam, loss_of=loss_of)[:2]
 
     assert check_step(step, WEIGHTS, adam.init(WEIGHTS), ROWS).problems == ()
 

@@ -124,7 +124,6 @@ def gist(found):
 QUICK = [
     ("precision_report", "equinox"),
     ("precision_report", "NNX"),
-    ("sensitive_products", "leaves"),
     ("compare_speed", "leaves"),
 ]
 

@@ -174,10 +174,7 @@ RULES = {
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    by_name(
-        [("noise", "bfloat16"), ("reversal", "float16")],
-        itertools.product(RULES, ["float16", "bfloat16"]),
-    ),
+    by_name([("noise", "bfloat16")], itertools.product(RULES, ["float16", "bfloat16"])),
 )
 def test_a_backward_rule_that_depends_on_the_loss_scale_is_told(name, dtype):
     mark = rule(RULES[name])

@@ -10,7 +10,7 @@ from autocast_hostile import HOSTILE, W, X
 from autocast_programs import PROGRAMS
 from helpers import count_traces
 from jax import lax
-from losses import cross_entropy, of_examples, squared_distances
+from losses import of_examples, squared_distances
 
 import jmp_scale
 from jmp_scale.diagnostics import (
@@ -208,18 +208,6 @@ def test_a_program_that_is_not_finite_says_so():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_it_is_silent_about_ordinary_models(monkeypatch, dtype):
-    def assert_silent(loss, *args, **options):
-        found = sensitive_products(loss, *args, dtype=dtype, **options)
-        assert (found.keep, found.half_share) == ((), 1), found.summary()
-
-    text = jax.random.randint(KEYS[2], (16, 33), 0, 10)
     for loss, args, transform in of_examples(monkeypatch):
-        assert_silent(loss, *args, transform=transform)
-    cells = nn.Sequential(
-        [nn.Embed(10, 32), nn.RNN(nn.OptimizedLSTMCell(64)), nn.Dense(10)]
-    )
-
-    def of_text(variables, text):
-        return cross_entropy(cells.apply(variables, text)[:, :-1], text[:, 1:])
-
-    assert_silent(of_text, cells.init(KEYS[0], text), text)
+        found = sensitive_products(loss, *args, dtype=dtype, transform=transform)
+        assert (found.keep, found.half_share) == ((), 1), found.summary()

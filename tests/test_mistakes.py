@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import linen, nnx
+from optimizers import optimizer
 
 import jmp_scale
 import jmp_scale.checkpoints
@@ -44,10 +45,6 @@ def gradient_of(fun, **options):
     return lambda: jmp_scale.grad(fun, StaticLossScale(8.0), **options)(jnp.ones(()))
 
 
-def init(wrap, inner, params):
-    return lambda: wrap(inner).init(params)
-
-
 def step(state=None, grads=None, **extra_args):
     """A step of Adam with these extra arguments, the state or gradients of another."""
     tx = with_loss_scale(optax.adam(0.1))
@@ -66,18 +63,9 @@ STATE = with_loss_scale(optax.sgd(1.0)).init(PARAMS)
 HALF_STATE = with_half_storage(optax.sgd(1.0)).init(PARAMS.astype(jnp.bfloat16))
 
 
-def growing():
-    """An optimizer whose sum becomes an array in the first update."""
-
-    def update(updates, state, params=None):
-        return updates, {"sum": state["sum"] + updates}
-
-    return optax.GradientTransformation(lambda _: {"sum": jnp.zeros(())}, update)
-
-
-def grown():
-    return with_loss_scale(growing()).init(PARAMS)
-
+# An optimizer whose sum becomes an array in the first update.
+SUM = optimizer({"sum": jnp.zeros(())}, lambda g, state: (g, {"sum": state["sum"] + g}))
+GROWING = with_loss_scale(SUM)
 
 # Arguments and wrong values of each class, all of them with words that are theirs.
 ARGUMENTS = {
@@ -244,7 +232,7 @@ MISTAKES = {
         r"update\(grads, state, params, value=loss\), got no gradients",
     ),
     "a state that grows": (
-        lambda: with_loss_scale(growing()).update(PARAMS, grown(), PARAMS),
+        lambda: GROWING.update(PARAMS, GROWING.init(PARAMS), PARAMS),
         r"^with_loss_scale: .*types of its state, got inner_state\['sum'\] as .*\[2\]",
     ),
     **{

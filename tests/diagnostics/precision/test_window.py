@@ -27,21 +27,6 @@ def test_the_window_is_that_of_the_backward_pass():
     assert text in found.summary().splitlines()
 
 
-def test_a_gradient_is_precise_at_the_loss_scales_of_the_window_alone():
-    def loss(w, dtype=jnp.float32):
-        h = jnp.tanh(w.astype(dtype) * dtype(0.5))
-        return 1e-5 * jnp.mean(h.astype(jnp.float32) ** 2)
-
-    w = jnp.linspace(0.1, 1, 64)
-    half = lambda w: loss(w, jnp.float16)  # noqa: E731
-    window = compare_gradients(half, loss, w).window
-    assert 1 < window.lowest < window.highest
-    for s in (window.lowest / 4, window.lowest):
-        at = compare_gradients(half, loss, w, loss_scale=s, loss_scales=())
-        assert at.is_precise == (window.lowest <= s <= window.highest)
-        assert (at.window, at.loss_scales) == (None, ())
-
-
 def test_subnormal_gradients_at_one_are_a_reason_for_a_loss_scale():
     v = jnp.float32(np.random.RandomState(0).uniform(0.4e-7, 1.2e-7, 512))
     full = lambda w: jnp.sum(w * v)  # noqa: E731

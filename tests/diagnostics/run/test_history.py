@@ -29,6 +29,12 @@ def test_a_history_counts_skips():
 push = jax.jit(LossScaleHistory.push)
 
 
+def test_a_step_that_a_guard_skips_is_a_spike_and_no_other():
+    history, after = LossScaleHistory.create(2), state(None, 1, 1, spikes=np.int32(1))
+    history = push(push(history, state(), after), after, after._replace())
+    assert history.to_dict()["spike"].tolist() == [True, False]
+
+
 def pushed(history, losses, norms, applied=True):
     """The history with steps of these losses and gradient norms."""
     for loss, norm in zip(jnp.float32(losses), jnp.float32(norms), strict=True):

@@ -57,6 +57,14 @@ def ranks_promote():
 
 
 @pytest.fixture
+def few_calls(monkeypatch):
+    """Programs are timed by three calls each."""
+    timing = "jmp_scale.diagnostics._timing"
+    monkeypatch.setattr(f"{timing}._SAMPLE", 0.0)
+    monkeypatch.setattr(f"{timing}._ROUNDS", range(2, 3))
+
+
+@pytest.fixture
 def switched(monkeypatch):
     """Replaces parts of the library; no program that JAX traced before is used."""
 

@@ -1,17 +1,12 @@
 """The benchmark with clocks: its rows, what it leaves out, and that its parts run."""
 
 import json
-import pathlib
-import subprocess
-import sys
 
 import _clock_parts
 import clock
 import jax.numpy as jnp
 import pytest
 from _clock import Clock, Program
-
-ROOT = pathlib.Path(__file__).parents[1]
 
 
 def rows_of(path):
@@ -50,17 +45,6 @@ def test_a_part_without_time_says_what_it_left_out(tmp_path):
     assert rows_of(path) == [
         {"part": "own", "title": "table", "name": "a", "skipped": "no time"}
     ]
-
-
-@pytest.mark.slow
-def test_the_command_runs_a_part_in_a_process_of_its_own(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    # This part compiles nothing where there is no GPU.
-    command = [sys.executable, "benchmarks/clock.py", "--parts", "attention", "--rows"]
-    subprocess.run([*command, path], cwd=ROOT, check=True, timeout=300)
-    first, last = rows_of(path)
-    assert {"device", "processor", "bfloat16_units", "versions", "load"} <= {*first}
-    assert last["skipped"] == "cuDNN needs a GPU"
 
 
 def test_no_part_starts_without_time(capsys):

@@ -24,6 +24,8 @@ from jmp_scale.diagnostics._timing import (
     compare,
 )
 
+pytestmark = pytest.mark.usefixtures("few_calls")
+
 TINY = machine.ModelSizes(1, 8, 2, 4, 2, 16)
 RATIO = r"\d+\.\d\d \(\d+\.\d\d to \d+\.\d\d\)"
 PRODUCTS = ["float32", "bfloat16", "float16", 'float32, precision "highest"']
@@ -41,14 +43,6 @@ STEPS = [
     "autocast, bfloat16, skip",
     "autocast, float16, loss scale, skip",
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_calls():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timing, "_SAMPLE", 0.0)
-        patch.setattr(timing, "_ROUNDS", range(2, 4))
-        yield
 
 
 PLAN = machine.Plan(8, TINY, (100, 100))

@@ -13,7 +13,8 @@ from runs import state
 
 import jmp_scale
 from jmp_scale import diagnostics
-from jmp_scale.diagnostics import _timing
+
+pytestmark = pytest.mark.usefixtures("few_calls")
 
 X = jnp.linspace(0.1, 1.0, 12).reshape(3, 4)
 
@@ -37,12 +38,6 @@ TOOLS = {
     "sensitive_products": diagnostics.sensitive_products,
     "compare_speed": speed,
 }
-
-
-@pytest.fixture(autouse=True)
-def few_calls(monkeypatch):
-    monkeypatch.setattr(_timing, "_SAMPLE", 0.0)
-    monkeypatch.setattr(_timing, "_ROUNDS", range(2, 3))
 
 
 class Network(nnx.Module):

@@ -11,14 +11,9 @@ import jmp_scale
 from jmp_scale import _machine as machine
 from jmp_scale import diagnostics
 from jmp_scale._processor import has_bfloat16_units
-from jmp_scale.diagnostics import _timing
 from jmp_scale.diagnostics._timing import compare
 
-
-@pytest.fixture(autouse=True)
-def few_calls(monkeypatch):
-    monkeypatch.setattr(_timing, "_SAMPLE", 0.0)
-    monkeypatch.setattr(_timing, "_ROUNDS", range(2, 4))
+pytestmark = pytest.mark.usefixtures("few_calls")
 
 
 def loss(w, x):

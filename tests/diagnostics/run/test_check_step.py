@@ -173,11 +173,6 @@ def test_an_object_with_constants_does_not_hold_the_state():
 
 
 def test_keyword_arguments_are_named_as_they_are():
-    def step(*, w, opt_state, x):
-        return SGD_STEP(w, opt_state, x)[:2]
-
-    keywords = {"w": WEIGHTS, "opt_state": SGD.init(WEIGHTS), "x": ROWS}
-    assert check_step(step, **keywords).ok
     old = check_step(
         lambda w, s: (SGD_STEP(w, s, ROWS)[0], s), WEIGHTS, s=SGD.init(WEIGHTS)
     )

@@ -78,11 +78,7 @@ WINDOWS = {
     "the lower of two": ([1, 1, 0, 1, 1, 0], [EXACT] * 6, (0, 1)),
     "one is as exact as the best": ([1] * 6, [[0.01], [0.003], *[EXACT] * 4], (0, 5)),
     "one is not": ([1] * 6, [[0.01], [0.005], *[EXACT] * 4], (2, 5)),
-    "of two leaves one is not": (
-        [1] * 6,
-        [[0, 0], [0, 0.1], *[[0.0, 0.0]] * 4],
-        (2, 5),
-    ),
+    "one of two is not": ([1] * 6, [[0, 0], [0, 0.1], *[EXACT * 2] * 4], (2, 5)),
 }
 
 

@@ -396,8 +396,8 @@ def ensemble():
     return jax.jit(jax.vmap(learned)), args
 
 
-def several_steps_in_a_call(ls="dynamic"):
-    step, (params, state, _) = step_of(ls=ls)
+def several_steps_in_a_call():
+    step, (params, state, _) = step_of()
 
     def one(carry, x):
         *carry, loss = step(*carry, x)
@@ -586,7 +586,6 @@ RIGHT = {
     **cases(average, donate=True),
     **cases(loop_by_hand, ls="static"),
     **cases(nnx_step, with_metrics=True),
-    **cases(several_steps_in_a_call, ls="none"),
     **cases(no_loss_scale),
     **cases(in_another_order),
     **cases(ensemble),

@@ -98,13 +98,18 @@ NOT_FINITE = {
     "NNX": (lambda m, x: (x @ m.w).sum(), (Model(BAD, GOOD), GOOD), 0, "args[0].w"),
     "a batch": (lambda w, x: (x @ w).sum(), (GOOD, BAD), 0, None),
     "a statistic": (
-        lambda m, x: (m.mean * (x @ m.w)).sum(), (Model(GOOD, BAD), GOOD), 0, None,
+        lambda m, x: (m.mean * (x @ m.w)).sum(),
+        (Model(GOOD, BAD), GOOD),
+        0,
+        None,
     ),
     "a mask in the model": (
         lambda m, x: jax.nn.softmax(x + m["mask"]).sum() + m["w"].sum(),
-        ({"mask": jnp.zeros((4, 4)).at[0].set(-jnp.inf), "w": GOOD}, GOOD), 0, None,
+        ({"mask": jnp.zeros((4, 4)).at[0].set(-jnp.inf), "w": GOOD}, GOOD),
+        0,
+        None,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", NOT_FINITE)
@@ -236,8 +241,8 @@ FORMS = {
         jax.jit(fun), "float16", recompute=False
     ),
 }
-QUICK = [(zero_by_zero, "float32")]
-QUICK += [(masked_row, "not recomputed"), (row_of_a_constant, "autocast")]
+QUICK = [(zero_by_zero, "float32"), (masked_row, "not recomputed")]
+QUICK += [(row_of_a_constant, "autocast")]
 QUICK += [(in_a_reversed_scan, "float32"), (in_a_branch, "float32")]
 QUICK += [(norm_at_zero, "not recomputed"), (sqrt_in_a_checkpoint, "autocast")]
 QUICK += [(sqrt_in_a_scan, "float32"), (rule_of_a_custom_jvp, "autocast")]

@@ -6,6 +6,7 @@ import re
 import compilers
 import jax
 import jax.numpy as jnp
+import models
 import pytest
 from compilers import targets, wire
 from jax.sharding import NamedSharding
@@ -86,6 +87,28 @@ def test_adamw_reads_each_gradient_at_most_once_more(name, peer, dtype):
     scaled = figures(name, peer, dtype)
     assert (scaled.copied_arrays, scaled.conditionals, scaled.transfers) == (0, 0, 0)
     assert scaled.collectives == []
+
+
+@functools.cache
+def small_step(name, peer):
+    """Of float16 compute by one loss: a layer of width 128, 8 x 128 tokens."""
+    model = models.transformer(models.Transformer(1, 128, 4, 512, 128, 8))
+    params, batch = jax.eval_shape(model.init, jax.random.key(0))
+    loss_fn = functools.partial(model.loss, dtype=jnp.float16)
+    carry, step = problems.build(peer, loss_fn, params, types_only=True)
+    return compilers.compile_step(step, carry, batch, targets.Target(name))[1]
+
+
+@compiles_for("h100", "h100-cublas")
+@pytest.mark.parametrize("peer", ["flax DynamicScale", "jmp"])
+def test_s_and_the_skip_launch_less_than_another_and_move_as_much(name, peer):
+    unscaled, own, other = (
+        small_step(name, each) for each in ("unscaled", "with_loss_scale", peer)
+    )
+    assert unscaled.kernels < own.kernels < other.kernels
+    # The two gradients of the tied embedding are added in the check and in the update,
+    # which reads one of float16 again.
+    assert own.bytes_accessed <= other.bytes_accessed + 2 * 512 * 128 + 1024
 
 
 @compiles_for("h100", "tpu-v5e")

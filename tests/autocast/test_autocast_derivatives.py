@@ -174,3 +174,23 @@ def test_a_rule_may_say_that_a_result_has_no_tangent(recompute):
     got, wanted = (jax.jit(jax.grad(f))(one, W, X) for f in (half, loss))
     assert_close(got, wanted, 0.02)
     assert {*products(jax.grad(half), one, W, X)} == {F16}
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_rule_may_have_an_ordered_effect(recompute):
+    seen = []
+    fun = jax.custom_jvp(jnp.tanh)
+
+    @fun.defjvp
+    def _(primals, tangents):
+        y = jnp.tanh(primals[0])
+        jax.debug.callback(lambda _: seen.append(1), y[0, 0], ordered=True)
+        return y, tangents[0] * (1 - y * y)
+
+    def loss(w):
+        return mean_square(fun(X @ w))
+
+    got = jax.jit(jax.grad(autocast(loss, "bfloat16", recompute=recompute)))(W)
+    jax.effects_barrier()
+    assert seen
+    assert_close(got, jax.grad(loss)(W), 0.02)

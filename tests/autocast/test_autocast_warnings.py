@@ -12,6 +12,7 @@ from autocast_programs import PROGRAMS, W, X, layer, mean_square, products
 from flax import nnx
 from flax.training.dynamic_scale import DynamicScale
 from jax import lax
+from jax.experimental import jet
 
 import jmp_scale.nnx
 from jmp_scale import autocast, in_half
@@ -177,6 +178,18 @@ def test_a_custom_vjp_that_closes_over_data_is_an_error_that_names_the_cure():
         grad(W, X)
     outside = jax.jit(jax.grad(autocast(lambda w: loss(w, X), "bfloat16")))
     assert_close(outside(W), jax.grad(loss)(W, X), 0.02)
+
+
+def test_jet_raises_what_jax_says_and_blames_no_custom_vjp():
+    """It knows no functions with rules of their own, of which autocast makes some."""
+    cubed = jax.custom_vjp(lambda x: x**3)
+    cubed.defvjp(lambda x: (x**3, x), lambda x, g: (3 * x * x * g,))
+    half = autocast(lambda w: mean_square(cubed(X @ w)), "bfloat16")
+    # Which error JAX raises depends on its version.
+    known = jax.errors.UnexpectedTracerError, KeyError, AttributeError
+    with pytest.raises(known) as caught:
+        jet.jet(half, (W,), [[W, 0 * W]])
+    assert "custom_vjp" not in str(caught.value)
 
 
 def branching(w, batch, *rest, scale=1.0):

@@ -166,7 +166,9 @@ def rule(backward):
 NOISE = jax.random.normal(jax.random.key(3), (16, 16))
 RULES = {
     "clip": lambda g: jnp.clip(g, -1e-3, 1e-3),
+    "normalize": lambda g: g / (1e-2 + jnp.linalg.norm(g)),
     "noise": lambda g: g + 1e-2 * NOISE,
+    "threshold": lambda g: jnp.where(jnp.abs(g) > 6e-3, g, 0),
     "reversal": lambda g: -3 * g,
     "a bound that is not reached": lambda g: jnp.clip(g, -1e9, 1e9),
 }
@@ -190,7 +192,7 @@ def test_a_backward_rule_that_depends_on_the_loss_scale_is_told(name, dtype):
     assert found.scaled_float32_error == pytest.approx(float(error), abs=1e-4)
     said = "a backward rule in the loss depends on the loss scale"
     is_told = bool(error > 0.1)
-    assert is_told == (name in ("clip", "noise"))
+    assert is_told == (name in ("clip", "normalize", "noise", "threshold"))
     assert (said in str(found)) is is_told
     assert (said in str(sensitive_products(loss, w, x))) is is_told
     assert found.is_precise is not is_told

@@ -335,6 +335,33 @@ def window_of_calls(mistake=None):
     return step, ((PARAMS, TX.init(PARAMS), zeros, jnp.int32(0)), X)
 
 
+def with_arguments(mistake=None):
+    """A learning rate, a mask, a frozen base and an epoch as arguments."""
+
+    @jax.jit
+    def step(state, batch, rate, frozen, epoch):
+        def loss_of(params, x, mask):
+            y = jax.nn.gelu(x @ (frozen["w1"] + params["w1"])) @ params["w2"]
+            return jnp.sum(mask * (y - target(x)) ** 2) / jnp.sum(mask)
+
+        half, opt = jmp_scale.autocast(loss_of, "float16"), state["opt"]
+        loss, grads = scaled(half, opt.loss_scale, state["params"], *batch)
+        updates, opt = TX.update(grads, opt, state["params"], value=loss)
+        updates = jax.tree.map(lambda u: rate * u, updates)
+        params = optax.apply_updates(state["params"], updates)
+        total = 0.9 * state["total"] + 0.1 * loss  # for a log: NaN may stay in it
+        new = {"params": params, "opt": opt, "total": total, "seen": state["seen"]}
+        new["seen"] += jnp.int32(1)
+        if mistake == "decay":
+            new["params"] = jax.tree.map(lambda p: p - 1e-4 * rate * p, params)
+        return new, frozen, {"loss": loss, "epoch": epoch}
+
+    zero = {"total": jnp.float32(0), "seen": jnp.int32(0)}
+    state = {"params": PARAMS, "opt": TX.init(PARAMS), **zero}
+    batch = X, jnp.ones((16, 1))
+    return step, (state, batch, jnp.float32(0.5), {"w1": 1.1 * PARAMS["w1"]}, 3)
+
+
 def loop_by_hand(mistake=None, ls="dynamic"):
     """No with_loss_scale: a loss scale, a select, and Optax."""
 
@@ -552,6 +579,7 @@ WRONG = {
         **cases(average, select_by="grads_finite", guard=GUARD),  # but not of spikes
         **cases(copies, mistake="not selected"),
         **cases(loop_by_hand, mistake="zero"),
+        **cases(with_arguments, mistake="decay"),
     },
     "NaN stays": {
         **cases(loop_by_hand, mistake=["select", "loss"]),

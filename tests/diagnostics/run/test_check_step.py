@@ -343,6 +343,19 @@ def test_a_clip_of_entries_outside_hides_infinities_and_inside_does_not(limit):
     assert rules_of(*regression(clip, outside=False)) == []
 
 
+def test_a_clip_in_a_rule_of_the_loss_is_told_as_one_of_scaled_gradients():
+    clip_gradient = jax.custom_vjp(lambda x: x)
+    clip_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.06, 0.06),))
+
+    def loss_of(w, x):
+        return jnp.mean((clip_gradient(x @ w["w"]) - 1) ** 2)
+
+    step = functools.partial(SGD_STEP, loss_of=loss_of)
+    problem, *_ = check_step(step, WEIGHTS, SGD.init(WEIGHTS), ROWS).problems
+    assert problem.rule == "clipped while scaled"
+    assert "or a custom rule inside the loss clips" in problem.text
+
+
 def test_what_is_no_step_is_a_type_error_that_says_what_to_write():
     with pytest.raises(TypeError, match=r"got an array.*check_step\(train_step, "):
         check_step(linear(WEIGHTS, ROWS))

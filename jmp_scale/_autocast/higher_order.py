@@ -16,8 +16,9 @@ from .._jaxpr import JaxprEqn
 from .._policy import is_half
 from .._types import Arrays
 
-# "policy": of a checkpoint that chooses itself what is saved.
-Part = Literal["loop", "rule", "policy", ""]
+# "policy": of a checkpoint that chooses itself what is saved. "rule" and "tangents": of
+# a `custom_jvp`'s rule, its results and their tangents.
+Part = Literal["loop", "rule", "tangents", "policy", ""]
 # `body(jaxpr, places, part_of)` returns a function in place of the jaxpr. `places` has,
 # for each input, the position of the equation's operand that it is in every run, or
 # None.
@@ -124,8 +125,13 @@ def _custom_jvp(eqn: JaxprEqn, operands: Arrays, body: Body) -> Arrays | None:
             zero_from_primal(x) if isinstance(t, SymbolicZero) else t for x, t in pairs
         ]
         inputs = [*primals[first:], *moving[first:]]
-        results = body(given.jaxpr, [None] * len(inputs), "rule")(*inputs)
-        outs, moved = results[:count], iter(results[count:])
+        places = [None] * len(inputs)
+        of_results = body(given.jaxpr, places, "rule")
+        of_tangents = body(given.jaxpr, places, "tangents")
+        results = found = of_results(*inputs)
+        if of_tangents is not of_results:  # the backward pass has a dtype of its own
+            found = of_tangents(*inputs)
+        outs, moved = results[:count], iter(found[count:])
         # JAX takes symbolic zeros of rules that may be given some.
         return outs, [
             next(moved) if is_moving else zero_from_primal(x, symbolic_zeros=True)

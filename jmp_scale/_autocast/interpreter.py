@@ -89,10 +89,13 @@ class Interpreter:
 
     def within(self, eqn: JaxprEqn, part_of: Part) -> "Interpreter":
         """Returns the interpreter of the jaxprs nested in an equation."""
+        # What a rule computes of tangents is transposed, and runs in the backward pass.
+        forward = self.backward if part_of == "tangents" else self.forward
         return dataclasses.replace(
             self,
+            forward=forward,
             in_loop=self.in_loop or part_of == "loop",
-            in_rule=self.in_rule or part_of == "rule",
+            in_rule=self.in_rule or part_of in ("rule", "tangents"),
             in_exempt=self.in_exempt or (has_products(eqn) and self._is_exempt(eqn)),
         )
 

@@ -15,7 +15,15 @@ from autocast_checks import (
     transposes_checkpoints,
     two_layers,
 )
-from autocast_programs import N, W, X, layer, mean_square, products
+from autocast_programs import (
+    N,
+    W,
+    X,
+    layer,
+    mean_square,
+    product_with_a_rule,
+    products,
+)
 from helpers import by_name, slow
 from jax import lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
@@ -174,6 +182,17 @@ def test_a_rule_may_say_that_a_result_has_no_tangent(recompute):
     got, wanted = (jax.jit(jax.grad(f))(one, W, X) for f in (half, loss))
     assert_close(got, wanted, 0.02)
     assert {*products(jax.grad(half), one, W, X)} == {F16}
+
+
+@pytest.mark.parametrize("recompute", [True, slow(False)])
+def test_products_of_a_rule_have_the_range_of_the_backward_pass(recompute):
+    def loss(s):
+        return 1e-9 * mean_square(product_with_a_rule(s * W, jnp.sin(s * X @ W)))
+
+    half = autocast(loss, "float16", backward="bfloat16", recompute=recompute)
+    for derivative in (jax.grad, lambda f: jax.jacfwd(jax.grad(f))):
+        got, wanted = (jax.jit(derivative(f))(jnp.float32(1)) for f in (half, loss))
+        assert_norm_close(got, wanted, 0.02)
 
 
 @pytest.mark.parametrize("recompute", [True, False])

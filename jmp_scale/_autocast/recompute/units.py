@@ -80,7 +80,7 @@ class RecomputingInterpreter(Interpreter):
     recompute: bool = True
 
     def within(self, eqn: JaxprEqn, part_of: Part) -> "Interpreter":
-        recompute = self.recompute and part_of not in ("rule", "policy")
+        recompute = self.recompute and part_of in ("", "loop")
         nested = dataclasses.replace(self, recompute=recompute)
         return Interpreter.within(nested, eqn, part_of)
 

@@ -34,16 +34,14 @@ def test_all_finite_and_the_norm_see_one_bad_entry_in_any_dtype():
     assert judge(clean)[:2] == (True, True)
     for i, array in enumerate(clean):
         has_infinity = array.dtype != jnp.float8_e4m3fn
-        for bad in (np.nan, np.inf, -np.inf) if has_infinity else (np.nan,):
+        entries = (np.nan, np.inf, -np.inf) if has_infinity else (np.nan,)
+        if array.dtype == jnp.complex64:
+            entries += (complex(0, np.inf),)
+        for bad in entries:
             dirty = array.copy()
             dirty[2, 4] = bad
             judged = judge([*clean[:i], dirty, *clean[i + 1 :]])
             assert judged == (False, False, np.inf)
-
-
-@pytest.mark.usefixtures("devices")
-def test_all_finite_sees_an_imaginary_part():
-    assert not jmp_scale.all_finite(jnp.array(1.0) + jnp.array(1j) * jnp.inf)
 
 
 @pytest.mark.usefixtures("devices")
@@ -89,6 +87,9 @@ def test_all_finite_sees_a_bad_entry_anywhere_in_any_shape_under_vmap_and_grad()
     shapes = [(), (0, 3), (40, 33, 2)]
     clean = [np.ones((3, *shape), np.float32) for shape in shapes]
     rows = jax.jit(jax.vmap(lambda tree: jmp_scale.all_finite(tree)))
+    slope = jax.jit(
+        jax.grad(lambda tree: jnp.where(jmp_scale.all_finite(tree), tree[0].sum(), 0))
+    )
     for i, array in enumerate(clean):
         for place in np.random.RandomState(0).permutation(array[0].size)[:3]:
             dirty = array.copy()
@@ -96,10 +97,7 @@ def test_all_finite_sees_a_bad_entry_anywhere_in_any_shape_under_vmap_and_grad()
             judged = rows([*clean[:i], dirty, *clean[i + 1 :]])
             assert judged.tolist() == [True, False, True]
     assert rows(clean).tolist() == [True, True, True]
-    slopes = jax.grad(
-        lambda tree: jnp.where(jmp_scale.all_finite(tree), sum(map(jnp.sum, tree)), 0)
-    )(clean)
-    assert all((slope == 1).all() for slope in slopes)
+    assert all((x == i).all() for x, i in zip(slope(clean), (1, 0, 0), strict=True))
 
 
 @pytest.fixture(params=["cpu", slow("gpu"), slow("eight devices")])
@@ -160,8 +158,9 @@ def test_the_norm_is_right_on_every_machine_and_a_bad_entry_of_any_array_is_seen
         assert (norm.shape, norm.dtype) == ((), jnp.float32)
         # What a GPU sums in a tree this machine adds one by one.
         np.testing.assert_allclose(norm, reference_norm(*given), rtol=1e-4)
-    # Their squares are beyond float32.
-    for large in (np.full(4097, 1e30, np.float32), [np.float32(1e20), *good]):
+    # Squares beyond float32, and an absolute value.
+    squares = [np.full(4097, size, np.float32) for size in (1e30, 1)]
+    for large in (squares, [*good[:-1], np.float32(1e20)], np.full(9, 3e38 + 3e38j)):
         *flags, norm = judged(large)
         assert all(flags)
         assert norm == np.finfo(np.float32).max
@@ -195,7 +194,7 @@ def test_float64_gradients_have_a_norm_too():
 
 
 def test_the_norm_of_many_entries_is_right():
-    count = 2**25 + 35  # a prime
+    count = 2**24 + 2**20 + 11  # a prime
 
     # One float32 to which ones are added does not grow beyond 2**24.
     @jax.jit
@@ -203,14 +202,6 @@ def test_the_norm_of_many_entries_is_right():
         return _finite.finite_and_norm(jnp.broadcast_to(x, (count,)))[1]
 
     np.testing.assert_allclose(norm(jnp.float32(1)), np.sqrt(count), rtol=1e-5)
-
-
-@pytest.mark.usefixtures("devices")
-def test_a_norm_beyond_float32_is_its_largest_number():
-    # The absolute value of an entry overflows too.
-    finite, norm = _finite.finite_and_norm(jnp.full(9, 3e38 + 3e38j))
-    assert finite
-    assert norm == np.finfo(np.float32).max
 
 
 def test_the_norm_has_no_derivative():
@@ -226,11 +217,7 @@ def update_of_sgd(tree):
     return tx.update(tree, tx.init({"a": 0.0, "b": 0.0}))[1].grads_finite
 
 
-@pytest.mark.parametrize(
-    "fun",
-    [jmp_scale.all_finite, lambda x: _finite.finite_and_norm(x)[0], update_of_sgd],
-    ids=["all_finite", "finite_and_norm", "with_loss_scale"],
-)
+@pytest.mark.parametrize("fun", [jmp_scale.all_finite, update_of_sgd])
 def test_arrays_of_a_symbolic_size_can_be_exported(fun):
     n, m = jax.export.symbolic_shape("n, m")
     types = {

@@ -112,9 +112,9 @@ def test_adjust_takes_any_boolean_scalar_and_no_other_flag():
                 DynamicLossScale().adjust(**flags)
 
 
-@pytest.mark.parametrize("loss_scale", [NoOpLossScale(), StaticLossScale(8.0)])
-def test_a_constant_loss_scale_adjusts_to_itself(loss_scale):
-    assert loss_scale.adjust(False, loss_finite=False) is loss_scale
+def test_a_constant_loss_scale_adjusts_to_itself():
+    for loss_scale in EVERY_KIND[:2]:
+        assert loss_scale.adjust(False, loss_finite=False) is loss_scale
 
 
 @pytest.mark.parametrize("kind", [StaticLossScale, DynamicLossScale])
@@ -202,16 +202,6 @@ def test_every_field_survives(made):
         assert fields_of(copied) == fields_of(made)
 
 
-@pytest.mark.parametrize("loss_scale", EVERY_KIND)
-def test_an_exported_program_takes_and_returns_every_kind(loss_scale):
-    x = jnp.float32(2.0)
-    program = jax.jit(lambda loss_scale, x: (loss_scale, loss_scale.scale(x)))
-    exported = jax.export.export(program)(loss_scale, x).serialize()
-    kept, scaled = jax.export.deserialize(exported).call(loss_scale, x)
-    assert_bitwise_equal(kept, loss_scale)
-    assert scaled == loss_scale.scale(x)
-
-
 @pytest.mark.parametrize(
     ("made", "names"),
     [
@@ -273,17 +263,6 @@ def test_any_placeholder_may_stand_for_a_leaf():
     specs = DynamicLossScale(PartitionSpec(), PartitionSpec())
     assert (specs.loss_scale, specs.counter) == (PartitionSpec(), PartitionSpec())
     assert jax.tree.leaves(DynamicLossScale(None)) == []
-
-
-def test_a_dictionary_scales_each_loss_by_its_own_s_and_unscales_it_exactly():
-    loss_scales = [DynamicLossScale(8.0), StaticLossScale(2.0), NoOpLossScale()]
-    loss_scales = dict(zip("abc", loss_scales, strict=True))
-    losses = {"a": jnp.float16(3.0), "b": jnp.float32(0.1), "c": jnp.float32(5.0)}
-    is_leaf = {"is_leaf": lambda x: isinstance(x, jmp_scale.LossScale)}
-    scaled = jax.tree.map(jmp_scale.scale, loss_scales, losses, **is_leaf)
-    assert scaled == {"a": 24, "b": jnp.float32(0.2), "c": 5}
-    unscaled = jax.tree.map(jmp_scale.unscale, loss_scales, scaled, **is_leaf)
-    assert unscaled == losses | {"a": 3}
 
 
 @pytest.mark.parametrize("loss_scale", EVERY_KIND)

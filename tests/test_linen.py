@@ -229,16 +229,6 @@ def test_an_infinite_maximum_in_a_history_that_flax_saved_skips_nothing():
     assert int(state.opt_state.skipped) == 1
 
 
-def test_frozen_float8_parameters_stay_frozen():
-    plain = float8_state()
-    frozen = float8_step(
-        plain.replace(params=flax.core.freeze(plain.params)), float8_inputs()
-    )
-    assert isinstance(frozen.params, flax.core.FrozenDict)
-    plain = float8_step(plain, float8_inputs())
-    assert_bitwise_equal(flax.core.unfreeze(frozen.params), plain.params)
-
-
 def test_an_object_from_before_flax_was_imported_is_saved(monkeypatch):
     loss_scale, registry = jmp_scale.DynamicLossScale(8.0), "_STATE_DICT_REGISTRY"
     known = getattr(flax.serialization, registry)

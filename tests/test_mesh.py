@@ -135,14 +135,6 @@ SHARDED = {
 }
 
 
-@pytest.mark.parametrize(("case", "axis_groups"), [("1-D", 1), ("2-D", 2), ("both", 1)])
-def test_auto_sharded_leaves_share_one_boolean_all_reduce_per_axis_group(
-    case, axis_groups
-):
-    found = collectives(jax.jit(jmp_scale.all_finite), sharded_tree(*SHARDED[case]))
-    assert found == [("all-reduce", f"({', '.join(['pred[]'] * 12)})")] * axis_groups
-
-
 @pytest.mark.parametrize(
     ("case", "how"), [("1-D", "prefix"), ("2-D", "tree"), ("both", "context mesh")]
 )

@@ -132,19 +132,30 @@ SHARDED = {
     "1-D": (ONE_AXIS, P("i")),
     "2-D": (TWO_AXES, P("i", "j")),
     "both": (TWO_AXES, P(None, ("j", "i"))),
+    "Explicit": (EXPLICIT, P("i")),
+    "2-D, Explicit": (EXPLICIT_TWO, P("i", "j")),
 }
 
 
 @pytest.mark.parametrize(
-    ("case", "how"), [("1-D", "prefix"), ("2-D", "tree"), ("both", "context mesh")]
+    ("case", "how"),
+    [
+        ("1-D", "prefix"),
+        ("2-D", "tree"),
+        ("both", "context mesh"),
+        ("Explicit", "by type"),
+        ("2-D, Explicit", "by type"),
+    ],
 )
-def test_with_specs_there_is_exactly_one_scalar_all_reduce(case, how):
+def test_with_specs_or_explicit_axes_there_is_one_scalar_all_reduce(case, how):
     mesh, spec = SHARDED[case]
     clean, dirty = sharded_tree(mesh, spec), sharded_tree(mesh, spec, bad=np.nan)
     specs = jax.tree.map(lambda x: x.sharding.spec, clean) if how == "tree" else spec
 
     @jax.jit
     def finite(tree):
+        if how == "by type":
+            return jmp_scale.all_finite(tree)
         if how != "tree":
             tree = {k: v for k, v in tree.items() if k != "count"}
         given = None if how == "context mesh" else mesh
@@ -154,17 +165,6 @@ def test_with_specs_there_is_exactly_one_scalar_all_reduce(case, how):
         assert collectives(finite, clean) == [("all-reduce", "pred[]")]
         assert on_each_device(finite(clean)) == [True] * 8
         assert on_each_device(finite(dirty)) == [False] * 8
-
-
-@pytest.mark.parametrize(
-    "case", [(EXPLICIT, P("i")), (EXPLICIT_TWO, P("i", "j"))], ids=["1-D", "2-D"]
-)
-def test_explicit_mode_needs_no_specs_for_exactly_one_scalar_all_reduce(case):
-    mesh, spec = case
-    finite = jax.jit(jmp_scale.all_finite)
-    assert collectives(finite, sharded_tree(mesh, spec)) == [("all-reduce", "pred[]")]
-    assert on_each_device(finite(sharded_tree(mesh, spec))) == [True] * 8
-    assert on_each_device(finite(sharded_tree(mesh, spec, bad=np.inf))) == [False] * 8
 
 
 def test_axes_are_joined_in_the_order_of_the_mesh():
@@ -225,8 +225,7 @@ def test_specs_that_do_not_fit_are_an_error(specs, mesh):
 
 
 WHOLE_NORM = {
-    **{k: SHARDED[k] for k in ("1-D", "2-D")},
-    "Explicit": (EXPLICIT, P("i")),
+    **{k: SHARDED[k] for k in ("1-D", "2-D", "Explicit")},
     "Explicit, one of two": (EXPLICIT_TWO, P("j")),
     "Explicit, both": (EXPLICIT_TWO, P(None, ("j", "i"))),
     "Explicit, whole": (EXPLICIT_TWO, P()),

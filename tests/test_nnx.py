@@ -10,7 +10,6 @@ from flax import nnx
 from helpers import (
     GOOD,
     OVERFLOWS,
-    TX,
     assert_bitwise_equal,
     count_traces,
     data,
@@ -100,11 +99,6 @@ def test_an_aux_is_returned_and_the_model_may_stand_second_or_have_a_name():
         assert float(model.last[...]) == 2.0
         call(jnp.float32(jnp.inf))
         assert float(model.last[...]) == 2.0
-
-
-def test_a_second_loss_scale_is_refused():
-    with pytest.raises(ValueError, match=r"loss_scale in one place.*already wrapped"):
-        Optimizer(Statistics(), TX, loss_scale=jmp_scale.DynamicLossScale())
 
 
 def test_the_given_loss_scale_is_kept_in_variables_on_which_its_verbs_work():
@@ -281,11 +275,15 @@ def test_autocast_loses_no_array_that_is_set_as_an_attribute():
 
     half = jmp_scale.nnx.autocast(fun, "bfloat16")
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    raised = ""
     try:
         half(model, jnp.ones((3, 2)))
-        assert model.seen.tolist() == [[2, 2]] * 3  # an older Flax returns it
     except ValueError as error:
-        assert "arrays in variables, but the function sets 'seen'" in str(error)
+        raised = str(error)
+    if raised:
+        assert "expected arrays in variables, but the function sets 'seen'" in raised
+    else:  # an older Flax returns it
+        assert model.seen.tolist() == [[2, 2]] * 3
 
 
 def test_marked_layers_are_trained_with_their_model():

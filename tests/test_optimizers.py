@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_bitwise_equal, by_name, count_traces, reference_rule
-from optimizers import BAD, GOOD, OPTIMIZERS, PARAMS, stepper
+from optimizers import GOOD, OPTIMIZERS, PARAMS, stepper
 
 import jmp_scale
 from jmp_scale import DynamicLossScale, with_loss_scale
@@ -117,19 +117,6 @@ def test_selecting_early_and_late_give_the_same_bits(name, monkeypatch):
     monkeypatch.setattr(_skip, "_is_observed", lambda closed: True)
     step, start = compiled(stepper(tx)), tx.init(PARAMS)
     assert_bitwise_equal(history_of(step, PARAMS, start, STEPS), runs(name)[0])
-
-
-@each_optimizer(quick=("momentum",))
-def test_without_jit_a_skip_is_whole_and_a_step_is_that_of_the_optimizer(name):
-    tx, inner = with_loss_scale(OPTIMIZERS[name]), OPTIMIZERS[name]
-    with jax.disable_jit():
-        start = PARAMS, tx.init(PARAMS)
-        assert start[1].loss_scale == jmp_scale.NoOpLossScale()  # the default
-        _, skipped, applied = history_of(stepper(tx), *start, [BAD, GOOD])
-        expected, _ = stepper(inner)(PARAMS, inner.init(PARAMS), GOOD)
-    assert_bitwise_equal(skipped[0], PARAMS)
-    assert_bitwise_equal(skipped[1].inner_state, start[1].inner_state)
-    assert_bitwise_equal(applied[0], expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

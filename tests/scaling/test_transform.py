@@ -8,7 +8,7 @@ from helpers import assert_bitwise_equal, sharded
 from optimizers import BAD, GOOD, PARAMS, SPECIAL, optimizer, stepper
 
 import jmp_scale
-from jmp_scale import DynamicLossScale, SpikeGuard
+from jmp_scale import DynamicLossScale, NoOpLossScale, SpikeGuard
 
 SAM = SPECIAL["sam"]  # takes no loss
 
@@ -65,6 +65,7 @@ def test_optax_finds_the_loss_scale_at_any_depth():
 
 def test_before_the_first_step_all_is_finite_applied_and_nothing_counted():
     state = jmp_scale.with_loss_scale(optax.sgd(0.1)).init(PARAMS)
+    assert state.loss_scale == NoOpLossScale()  # the default
     flags = state.grads_finite, state.applied
     counts = state.skipped, state.skipped_in_a_row, state.nonfinite_losses, state.spikes
     assert_bitwise_equal(flags, (jnp.bool_(True),) * 2)

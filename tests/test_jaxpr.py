@@ -7,7 +7,6 @@ import jax
 import jax.experimental.checkify
 import jax.experimental.pallas
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import Primitive
@@ -100,17 +99,6 @@ def test_a_body_has_the_operands_at_its_places():
     assert places == {"scan": [[0, 1]], "jit": [[0]], "cond": [[1], [1]]}
     add = next(e for e in eqns if e.primitive.name == "gt")
     assert _jaxpr.bodies(add) == []
-
-
-def test_constants_are_read_up_to_a_size():
-    np.testing.assert_array_equal(_jaxpr.constant(jnp.bfloat16(1.5)), 1.5)
-    assert _jaxpr.constant(np.ones(65_536, bool)).dtype == np.float64
-    assert _jaxpr.constant(np.ones(65_537)) is None
-    assert _jaxpr.constant(jax.random.key(0)) is None
-    assert _jaxpr.constant(np.complex64(1j)) is None
-    assert _jaxpr.has_infinite_entries(np.array([1, -np.inf], "float16"))
-    assert not _jaxpr.has_infinite_entries(np.ones(2))
-    assert not _jaxpr.has_infinite_entries("text")
 
 
 def test_what_cannot_be_read_is_told():

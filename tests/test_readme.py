@@ -117,14 +117,6 @@ def test_the_program_of_float16_learns(capsys):
     assert capsys.readouterr().out.split() == [str(names["loss"]), "32768.0"]
 
 
-def test_summary_and_keywords_say_what_the_readme_says():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["description"] == README.splitlines()[2]
-    keywords = f"\nkeywords: [{', '.join(project['keywords'])}]\n"
-    assert keywords in (ROOT / "CITATION.cff").read_text()
-    assert {"autocast", "amp", "bfloat16", "loss scaling"} <= {*project["keywords"]}
-
-
 def test_links_of_the_readme_are_absolute_on_a_package_index():
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
     shown = README

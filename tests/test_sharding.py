@@ -126,13 +126,9 @@ MODES = {
     "shard_map unchecked": lambda: shard_mapped(ONE_AXIS, ("i",), check_vma=False),
     "shard_map": lambda: shard_mapped(ONE_AXIS, ("i",)),
     "shard_map 2-D": lambda: shard_mapped(TWO_AXES, ("i", "j")),
-    "shard_map 2-D unchecked": lambda: shard_mapped(
-        TWO_AXES, ("i", "j"), check_vma=False
-    ),
     "partial shard_map": lambda: shard_mapped(TWO_AXES, ("i",), axis_names={"i"}),
     "scan in shard_map": lambda: shard_mapped(ONE_AXIS, ("i",), scanned=True),
     "jit data-parallel": lambda: jitted(ONE_AXIS, P()),
-    "jit FSDP 2-D": lambda: jitted(TWO_AXES, P("i", "j")),
     "jit FSDP": lambda: jitted(ONE_AXIS, P("i")),
     "jit FSDP, Explicit": lambda: jitted(EXPLICIT, P("i"), gathered_loss_fn),
     "jit data-parallel, Explicit": lambda: jitted(EXPLICIT, P()),

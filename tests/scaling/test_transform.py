@@ -246,17 +246,16 @@ def test_a_loss_scale_within_another_is_refused_at_any_depth(nest):
         tx.init(PARAMS)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("new", [{"n": jnp.float32(0)}, {"m": jnp.int32(0)}], ids=str)
-def test_a_state_whose_types_or_structure_the_optimizer_changes_is_an_error(new, wrap):
+def test_a_state_whose_types_or_structure_the_optimizer_changes_is_an_error(new):
     start = {"kept": jnp.int32(0), "n": jnp.int32(0)}
     tx = jmp_scale.with_loss_scale(optimizer(start, lambda g, s: (g, s | new)))
     with pytest.raises((TypeError, ValueError), match=r"keep the (structure|types)"):
-        wrap(tx.update)(GOOD, tx.init(PARAMS), PARAMS)
+        tx.update(GOOD, tx.init(PARAMS), PARAMS)
 
 
 def test_numbers_in_the_state_of_an_optimizer_become_strongly_typed_arrays():
-    start = {"rate": 0.5, "n": 1, "weak": jnp.asarray(2.0), "strong": jnp.float32(3.0)}
+    start = {"rate": 0.5, "n": 1, "weak": jnp.asarray(2.0)}
     state = jmp_scale.with_loss_scale(optimizer(start)).init(PARAMS).inner_state
     assert state == start
     assert not any(leaf.weak_type for leaf in state.values())

@@ -153,22 +153,13 @@ def test_static_fields_are_replaced_as_they_are_also_on_a_skipped_step():
 
 
 @functools.cache
-def float8_model():
-    model = nn.Dense(4, dot_general_cls=nn.Fp8DirectDotGeneralOp)
-    variables = model.init(jax.random.key(0), jnp.ones((8, 16)))
-    return model, variables | {"constants": {"c": jnp.ones(2)}}
-
-
-# One for all tests, so that the step is compiled once.
-FLOAT8 = jmp_scale.with_loss_scale(
-    optax.sgd(1e-3), jmp_scale.DynamicLossScale(2.0**10), guard=GUARD
-)
-
-
 def float8_state():
-    model, params = float8_model()
-    params = jax.tree.map(jnp.copy, params)
-    return TrainState.create(apply_fn=model.apply, params=params, tx=FLOAT8)
+    model = nn.Dense(4, dot_general_cls=nn.Fp8DirectDotGeneralOp)
+    params = model.init(jax.random.key(0), jnp.ones((8, 16)))
+    params |= {"constants": {"c": jnp.ones(2)}}
+    made = {"apply_fn": model.apply, "params": params, "tx": optax.sgd(1e-3)}
+    loss_scale = jmp_scale.DynamicLossScale(2.0**10)
+    return TrainState.create(**made, loss_scale=loss_scale, guard=GUARD)
 
 
 @jax.jit
@@ -188,12 +179,8 @@ def with_leaf(tree, name, fun):
     return flax.traverse_util.unflatten_dict(leaves)
 
 
-def float8_inputs():
-    return jax.random.normal(jax.random.key(3), (8, 16))
-
-
 def test_a_non_finite_gradient_float8_scale_or_maximum_skips_the_step():
-    state = float8_step(float8_state(), float8_inputs())
+    state = float8_state()
     apply = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
     ones = jax.tree.map(jnp.ones_like, state.params)
     bad = {"bias": jnp.inf, "input_amax_history": jnp.inf}
@@ -203,18 +190,21 @@ def test_a_non_finite_gradient_float8_scale_or_maximum_skips_the_step():
         after = apply(state, grads)
         assert_bitwise_equal(after.params, state.params)
         assert float(after.loss_scale.loss_scale) == 2.0**9
-    # Others are not steps: they replace what there was.
-    replaced, scales = apply(state, ones).params, "_overwrite_with_gradient"
-    assert len(jax.tree.leaves(replaced[scales])) == 6
-    assert_bitwise_equal(replaced[scales], ones[scales])
+    # Others are not steps: they replace what there was, and a FrozenDict stays one.
+    frozen, grads = map(flax.core.freeze, (state.params, ones))
+    replaced = apply(state.replace(params=frozen), grads).params
+    assert isinstance(replaced, flax.core.FrozenDict)
+    assert len(jax.tree.leaves(replaced["_overwrite_with_gradient"])) == 6
+    assert_bitwise_equal(*(x["_overwrite_with_gradient"] for x in (replaced, grads)))
 
 
 def test_an_infinite_maximum_in_a_history_that_flax_saved_skips_nothing():
     state, name = float8_state(), "input_amax_history"
     params = with_leaf(state.params, name, lambda x: x.at[5].set(jnp.inf))
-    state = float8_step(state.replace(params=params), float8_inputs())
+    x = jax.random.normal(jax.random.key(3), (8, 16))
+    state = float8_step(state.replace(params=params), x)
     assert int(state.opt_state.skipped) == 0
-    state = float8_step(state, float8_inputs().at[0, 0].set(jnp.nan))
+    state = float8_step(state, x.at[0, 0].set(jnp.nan))
     assert int(state.opt_state.skipped) == 1
 
 

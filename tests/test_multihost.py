@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 from helpers import reference_rule
@@ -92,7 +91,7 @@ def expected_history(steps, overflow_at, first_step=0):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """(checkpoints, last saved step, seconds the survivor lived) of a killed run."""
+    """(checkpoints, last saved step) of a killed run, whose survivor ends in time."""
     folder = tmp_path_factory.mktemp("killed")
     endless = by_hand(
         2, "--steps=1000000", "--save-every=10", "--overflow-at", 5,
@@ -108,19 +107,17 @@ def killed(tmp_path_factory):
         watchdog.cancel()
         assert survivor.poll() is None, (folder / "stderr0").read_text()[-3000:]
         lost.kill()
-        begin = time.monotonic()
-        survivor.wait(timeout=LIMIT)
-        seconds = time.monotonic() - begin
+        survivor.wait(timeout=HEARTBEAT_TIMEOUT + 10)
         assert survivor.returncode != 0
     checkpoints = folder / "checkpoints"
     saved = [int(x.name) for x in checkpoints.iterdir() if x.name.isdigit()]
-    return checkpoints, max(saved), seconds
+    return checkpoints, max(saved)
 
 
 @pytest.fixture(scope="module")
 def plan(killed):
     """(steps, steps that overflow): one before the last checkpoint, two after it."""
-    _, last, _ = killed
+    _, last = killed
     return last + 12, [5, last + 3, last + 4]
 
 
@@ -139,11 +136,6 @@ def never_killed(plan, tmp_path_factory):
     return reports_of
 
 
-def test_a_survivor_ends_within_the_heartbeat_timeout(killed):
-    _, _, seconds = killed
-    assert seconds < HEARTBEAT_TIMEOUT + 10
-
-
 def test_any_number_of_processes_follows_the_rule_and_ends_with_the_same_bits(
     plan, never_killed
 ):
@@ -156,7 +148,7 @@ def test_any_number_of_processes_follows_the_rule_and_ends_with_the_same_bits(
 def test_a_restart_on_more_processes_is_bit_identical_to_a_run_that_was_never_killed(
     killed, plan, never_killed, tmp_path
 ):
-    checkpoints, last, _ = killed
+    checkpoints, last = killed
     steps, overflow_at = plan
     shutil.copytree(checkpoints, tmp_path / "checkpoints")
     commands = by_hand(

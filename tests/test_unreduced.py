@@ -46,19 +46,6 @@ def loss_fn(params, x):
     return jnp.mean((x @ params["w"] - 1) ** 2)
 
 
-def reduced(params, rows, spec):
-    kept = P(*spec, reduced=axes_of(rows))
-    return jax.tree.map(lambda w: reshard(w, kept), params)
-
-
-def on_mesh(case):
-    """Mesh, the batch's spec, the weight's, and both put there."""
-    mesh, rows, spec = MESHES[case]
-    params = {"w": sharded(WEIGHT, mesh, spec)}
-    x = sharded(INPUTS, mesh, P(None, *rows, None))
-    return mesh, rows, spec, params, x
-
-
 @pytest.mark.parametrize(
     ("case", "dtype", "name"),
     by_name(
@@ -68,12 +55,14 @@ def on_mesh(case):
 )
 @pytest.mark.filterwarnings("ignore:autocast. float16 gradients without a loss scale")
 def test_micro_batches_are_added_up_and_reduced_once(name, dtype, case):
-    mesh, rows, spec, params, inputs = on_mesh(case)
+    mesh, rows, spec = MESHES[case]
+    params = {"w": sharded(WEIGHT, mesh, spec)}
+    inputs = sharded(INPUTS, mesh, P(None, *rows, None))
     half_loss = jmp_scale.autocast(loss_fn, dtype)
 
     @jax.jit
     def summed(params, loss_scale, inputs):
-        own = reduced(params, rows, spec)
+        own = {"w": reshard(params["w"], P(*spec, reduced=axes_of(rows)))}
         grad = jmp_scale.grad(half_loss, loss_scale)
 
         def add(total, x):
@@ -97,7 +86,11 @@ def test_micro_batches_are_added_up_and_reduced_once(name, dtype, case):
     np.testing.assert_allclose(got, expected, rtol=0, atol=atol)
 
 
-def of_gradient(use, case, inputs=INPUTS[0], dtype=jnp.float32):
+def called(fun, *args):
+    return fun(*args)
+
+
+def of_gradient(use, case, inputs=INPUTS[0], dtype=jnp.float32, run=called):
     """`use` of a gradient, the sum over the devices of that of their own rows."""
     mesh, rows, spec = MESHES[case]
 
@@ -108,7 +101,7 @@ def of_gradient(use, case, inputs=INPUTS[0], dtype=jnp.float32):
     with jax.set_mesh(mesh):
         w = sharded(jnp.asarray(WEIGHT, dtype), mesh, spec)
         x = sharded(jnp.asarray(inputs, dtype), mesh, P(*rows, None))
-        return jax.jit(lambda w, x: use(gradient(w, x)))(w, x)
+        return run(jax.jit(lambda w, x: use(gradient(w, x))), w, x)
 
 
 def added_up(tree, case):
@@ -154,15 +147,7 @@ def test_a_bad_part_on_one_device_is_known_to_all(case):
 
 
 def test_the_check_of_parts_is_one_scalar_all_reduce():
-    mesh, rows, spec, params, inputs = on_mesh("1-D")
-
-    @jax.jit
-    def finite(params, x):
-        grad = jmp_scale.grad(loss_fn, LOSS_SCALES["static"])
-        return jmp_scale.all_finite([grad(reduced(params, rows, spec), x)] * 3)
-
-    with jax.set_mesh(mesh):
-        found = collectives(finite, params, inputs[0])
+    found = of_gradient(lambda g: jmp_scale.all_finite([g] * 3), "1-D", run=collectives)
     assert found == [("all-reduce", "pred[]")]
 
 

@@ -15,7 +15,7 @@ import orbax.checkpoint.experimental.v1 as ocp
 import pytest
 from flax import nnx
 from flax.training import train_state
-from helpers import assert_bitwise_equal, by_name, count_traces
+from helpers import assert_bitwise_equal, by_name, count_traces, slow
 
 import jmp_scale
 from jmp_scale.checkpoints import restore, without_half_storage
@@ -218,15 +218,18 @@ def as_train_state(pair):
     )
 
 
+EACH_BY_PICKLE = [(missing, tuple, with_pickle) for missing in FORMS]
+
+
 # With a checkpoint of the oldest form a loader meets all others before.
 @pytest.mark.parametrize(
     ("missing", "nest", "loader"),
     [
         (OLDEST, as_train_state, with_orbax),
         (OLDEST, as_train_state, with_flax_dicts),
-        (OLDEST, tuple, with_flax),
-        (OLDEST, tuple, with_equinox),
-        *((missing, tuple, with_pickle) for missing in FORMS),
+        slow((OLDEST, tuple, with_flax)),
+        slow((OLDEST, tuple, with_equinox)),
+        *by_name([("guard", tuple, with_pickle)], EACH_BY_PICKLE),
     ],
 )
 def test_a_checkpoint_without_some_parts_is_restored(missing, nest, loader, tmp_path):

@@ -136,6 +136,7 @@ def test_the_autoencoder_learns_in_float16_only_with_a_loss_scale(run, tmp_path)
     assert exponent(rows["float16, dynamic"][3]) >= 16
 
 
+@pytest.mark.slow
 def test_the_textbook_gradient_is_zero_in_float16_and_right_with_a_loss_scale(run):
     names = ("float32", "float16", *(f"float16, S = 2^{n}" for n in (7, 10, 15)))
     table = columns(run("linear_regression.py"), names)

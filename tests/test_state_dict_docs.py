@@ -82,7 +82,7 @@ STATES = {
     "flax_dynamic_scale": ("Flax", flax_state),
     "jmp": ("jmp", jmp_state),
 }
-SOME = "jmp-edges", "megatron-edges_h3"
+SOME = ("megatron-edges_h3",)
 CUT = [
     name
     for name, (peer, trace) in EVERY.items()

@@ -74,9 +74,7 @@ WAYS = {
     "pmap": lambda use, own: jax.pmap(use)(own),
     "two Explicit axes": functools.partial(on_explicit_axes, mesh=EXPLICIT_TWO),
 }
-each_way = pytest.mark.parametrize(
-    "way", by_name(["shard_map", "two Explicit axes"], WAYS)
-)
+each_way = pytest.mark.parametrize("way", by_name(["two Explicit axes"], WAYS))
 KINDS = {
     "even": (normal(16, 1024), WHOLE),
     "odd": (normal(1003, 17), WHOLE),

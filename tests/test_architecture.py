@@ -141,6 +141,15 @@ def test_a_module_imports_from_its_floor_and_from_those_that_the_map_names(modul
     assert others <= floor.may_import | {floor.name}
 
 
+def test_the_floor_that_casts_knows_nothing_of_the_one_that_recomputes():
+    """Neither its modules nor its words, so that it can be read alone."""
+    cast = [name for name in MODULES if floor_of(name).name == "cast"]
+    assert "_autocast.interpreter" in cast
+    for name in cast:
+        words = re.findall(r"\bislands?\b|recomput\w*", MODULES[name].read_text())
+        assert not words, name
+
+
 def test_a_module_has_tests_of_its_name_or_is_listed_with_the_reason():
     tests = pathlib.Path(__file__).parent
     for module, path in MODULES.items():

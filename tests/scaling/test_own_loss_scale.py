@@ -161,3 +161,11 @@ def test_a_captured_one_is_warned_of_as_its_s_never_changes():
     step = jax.jit(lambda *args: jmp_scale.grad(loss_fn, loss_scale)(*args))
     with pytest.warns(UserWarning, match="expected S as an argument of the traced"):
         step(PARAMS, X)
+
+
+def test_without_a_rule_it_cannot_be_made():
+    class NoRule(jmp_scale.LossScale):
+        loss_scale = 1.0
+
+    with pytest.raises(TypeError, match="abstract method"):
+        NoRule()

@@ -67,11 +67,7 @@ ROWS = [
     for i, kind in enumerate(itertools.product(PROGRAMS, [True, False]))
     if (sum(map([*MODES].index, chain)) - i) % 5 == 0
 ]
-QUICK = [
-    ("jacrev", "jacfwd", "vmap of nothing", "calls", True),
-    ("jvp", "jacfwd", "jacfwd", "lora", False),
-    ("linearize", "jacfwd", "jacrev", "scan", True),
-]
+QUICK = [("jvp", "jacfwd", "jacfwd", "lora", False)]
 
 
 @functools.cache

@@ -107,6 +107,7 @@ def one_of_three(params, x):
     return jnp.mean((jnp.log(h) + 8 - x @ params["a"]) ** 2)
 
 
+@pytest.mark.slow
 def test_each_line_has_its_share_and_its_errors():
     params = {"a": layer(0, 32, 32), "b": jnp.eye(32)}
     counted, traces = count_traces(one_of_three)

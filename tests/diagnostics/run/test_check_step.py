@@ -26,7 +26,10 @@ check_step = diagnostics.check_step
 
 # Only one of these is the cause.
 CAUSES = {"never unscaled", "unscaled twice", "clipped while scaled"}
-FIRST = [(rule, next(iter(steps))) for rule, steps in WRONG.items()]
+# Of each rule about S, and about what a skip leaves, the first step runs by default.
+LATER = {"replicas diverge", "guard without a loss", "comes back in half precision"}
+LATER |= {"captured parameters", "reported scaled", "put back", "S adjusted twice"}
+FIRST = [(rule, next(iter(WRONG[rule]))) for rule in WRONG if rule not in LATER]
 WRONG_STEPS = [(rule, name) for rule, steps in WRONG.items() for name in steps]
 
 
@@ -42,7 +45,7 @@ def test_a_mistake_is_named_with_its_cure(rule, name):
         assert CAUSES.intersection(problems) == CAUSES & {rule}
 
 
-QUICK = ["average, True", "copies", "nnx_step, True"]
+QUICK = ["average, True", "copies"]
 
 
 @pytest.mark.parametrize("name", by_name(QUICK, RIGHT))

@@ -61,12 +61,15 @@ OFFLOADING = {
 }
 
 
-def products(fun, *args):
-    """How many products a program has, without what nothing reads."""
+def counted(fun, *args):
+    """How many operations of each kind a program has, without what nothing reads."""
     jaxpr = _jaxpr.bare(jax.make_jaxpr(fun)(*args))
     read, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    names = collections.Counter(e.primitive.name for e in _jaxpr.equations(read))
-    return names["dot_general"]
+    return collections.Counter(e.primitive.name for e in _jaxpr.equations(read))
+
+
+def products(fun, *args):
+    return counted(fun, *args)["dot_general"]
 
 
 @pytest.mark.parametrize("recompute", [True, slow(False)])
@@ -82,6 +85,12 @@ def test_a_product_that_is_saved_is_run_once_and_saved_in_half(policy, form, rec
     assert LAYERS <= len(halves) <= LAYERS + 1
     if form == "around" and policy != "everything_saveable":
         assert len(saved) == LAYERS + 1  # and the input
+
+
+@transposes_checkpoints
+def test_within_a_policy_that_alone_says_what_is_recomputed():
+    cast = FORMS["within"](POLICIES.everything_saveable)
+    assert counted(jax.value_and_grad(cast), WS, X)["tanh"] == 2 * LAYERS
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -391,6 +391,17 @@ def test_a_checkpoint_with_other_leaves_is_refused(params, message):
         restore(lambda _: saved, make_state(guard=GUARD))
 
 
+def test_if_no_form_fits_each_is_named_with_its_first_difference(tmp_path):
+    params, opt_state = trained("")
+    load = with_orbax({"weights": params}, tmp_path)
+    with pytest.raises(ValueError, match="differs from each") as error:
+        restore(load, (params, opt_state))
+    lines = str(error.value).splitlines()[1:]
+    names = [f"  without {x}" if x else "  as state is" for x in FORMS]
+    assert [line.partition(":")[0] for line in lines] == names
+    assert all(20 < len(line) < 260 for line in lines)
+
+
 @pytest.mark.parametrize(
     ("nest", "found"),
     [

@@ -30,3 +30,21 @@ def test_every_table_of_figures_is_one_that_the_results_fill(page, tables):
         cells = [cell.strip() for cell in table.split("|")]
         if any(re.fullmatch(r"\**\d\.\d\d\**", cell) for cell in cells):
             assert table.startswith(tuple(tables.TABLES)), table
+
+
+@pytest.mark.parametrize("machine", ["h100", "tpu-v5e"])
+def test_memory_and_bytes_are_lower_than_in_float32_in_every_model_tried(
+    machine, tables
+):
+    page = (ROOT / "docs/memory.md").read_text()
+    assert "Every model tried needs less memory and moves fewer bytes" in page
+    programs = {}
+    for row in tables.rows_of("autocast", f"^{machine}, bf16$"):
+        programs.setdefault(row["program"], []).append(row)
+    pairs = list(zip(programs["float32"], programs["autocast"], strict=True))
+    assert len(pairs) == 8
+    for full, half in pairs:
+        assert full["model"] == half["model"]
+        for column in (tables.MEMORY, tables.BYTES):
+            if full[column] != "-":  # does not fit
+                assert float(half[column]) < float(full[column])

@@ -44,6 +44,12 @@ def test_bfloat16_takes_one_line_and_float16_four():
 PROGRAM = BLOCKS["float16"][1]
 
 
+def diff_of(name, without):
+    """A diff as it stands afterwards (without="-"), or before (without="+")."""
+    lines = BLOCKS[name][1].splitlines()
+    return "\n".join(line[1:] for line in lines if not line.startswith(without))
+
+
 def step_of(program):
     """The lines of the program that make a step, for a loss of the test's own."""
     return program[program.index("tx = ") :].partition("\nx = ")[0]
@@ -66,8 +72,7 @@ def names():
     names = {"loss_fn": loss_fn, "params": params, "batch": batch}
     names |= {"jax": jax, "jmp_scale": jmp_scale, "optax": optax}
     with jax.numpy_rank_promotion("allow"):  # as in a reader's program
-        lines = BLOCKS["bfloat16"][1].splitlines()
-        exec("\n".join(line[1:] for line in lines if not line.startswith("-")), names)
+        exec(diff_of("bfloat16", without="-"), names)
         names["bfloat16_grads"] = names["grads"]
         (half_loss,) = re.findall(r"^half_loss = .*$", PROGRAM, re.MULTILINE)
         exec(f"{half_loss}\n{step_of(PROGRAM)}", names)
@@ -115,6 +120,27 @@ def test_the_program_of_float16_learns(capsys):
     zeros = jax.tree.map(jnp.zeros_like, names["params"])
     assert names["loss"] < names["loss_fn"](zeros, names["x"]) / 2
     assert capsys.readouterr().out.split() == [str(names["loss"]), "32768.0"]
+
+
+def test_what_stood_there_before_is_a_loop_that_runs(names):
+    before = {name: names[name] for name in ("loss_fn", "params", "batch")}
+    before |= {"jax": jax, "optax": optax}
+    exec(diff_of("bfloat16", without="+"), before)
+    program = re.sub(r"= .*  # was (.*)$", r"= \1", PROGRAM, flags=re.MULTILINE)
+    exec(step_of(program.replace(", value=loss)", ")")), before)
+    opt_state = before["tx"].init(before["params"])
+    step = before["train_step"]
+    params, _, loss = step(before["params"], opt_state, before["batch"])
+    assert loss == before["loss"]
+    assert not (params[-1] == before["params"][-1]).all()
+
+
+def test_summary_and_keywords_say_what_the_readme_says():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["description"] == README.splitlines()[2]
+    keywords = f"\nkeywords: [{', '.join(project['keywords'])}]\n"
+    assert keywords in (ROOT / "CITATION.cff").read_text()
+    assert {"autocast", "amp", "bfloat16", "loss scaling"} <= {*project["keywords"]}
 
 
 def test_links_of_the_readme_are_absolute_on_a_package_index():

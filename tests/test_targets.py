@@ -7,8 +7,9 @@ import compilers
 import jax
 import jax.numpy as jnp
 import models
+import optax
 import pytest
-from compilers import targets, wire
+from compilers import hlo, targets, traffic, wire
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import minimal, problems
@@ -53,10 +54,10 @@ def figures(name, peer, dtype="f32", optimizer="adamw", chips=1):
     return compilers.compile_step(step, carry, grads, target)[1]
 
 
-def ratio(name, peer, **kwargs):
-    """The bytes of the wrapped step over those of the unscaled one."""
-    scaled, unscaled = (figures(name, each, **kwargs) for each in (peer, "unscaled"))
-    return scaled.bytes_accessed / unscaled.bytes_accessed
+def ratio(what, name, peer="with_loss_scale", **kwargs):
+    """A figure of the wrapped step over that of the unscaled one."""
+    scaled = getattr(figures(name, peer, **kwargs), what)
+    return scaled / getattr(figures(name, "unscaled", **kwargs), what)
 
 
 # AdamW reads gradients, parameters and two moments, and writes the last three: 8/7 of
@@ -68,25 +69,70 @@ BYTES = {
     ("tpu-v5e", "f32"): 1.04,
     ("tpu-v5e", "f16"): 1.04,
 }
-# A guard reads nothing more, but on a TPU fewer gradients stay in on-chip memory.
-GUARDED = {"h100": 1.002, "tpu-v5e": 1.04}
 
 
 @compiles_for("h100", "tpu-v5e")
-@pytest.mark.parametrize(
-    ("peer", "dtype"),
-    [
-        ("with_loss_scale", "f32"),
-        ("with_loss_scale", "f16"),
-        ("with_loss_scale, guard", "f32"),
-    ],
-)
-def test_adamw_reads_each_gradient_at_most_once_more(name, peer, dtype):
-    limit = BYTES[name, dtype] * (GUARDED[name] if "guard" in peer else 1)
-    assert ratio(name, peer, dtype=dtype) <= limit
-    scaled = figures(name, peer, dtype)
+@pytest.mark.parametrize("dtype", ["f32", "f16"])
+def test_adamw_reads_each_gradient_at_most_once_more(name, dtype):
+    assert ratio("bytes_accessed", name, dtype=dtype) <= BYTES[name, dtype]
+    scaled = figures(name, "with_loss_scale", dtype)
     assert (scaled.copied_arrays, scaled.conditionals, scaled.transfers) == (0, 0, 0)
     assert scaled.collectives == []
+
+
+@compiles_for("h100", "tpu-v5e")
+@pytest.mark.parametrize("peer", ["with_loss_scale", "with_loss_scale, guard"])
+def test_clipping_reads_the_gradients_once(name, peer):
+    """The flag falls out of the pass that the norm takes."""
+    bytes_ratio = ratio("bytes_accessed", name, peer=peer, optimizer="clip+adamw")
+    assert bytes_ratio <= {"h100": 1.001, "tpu-v5e": 1.01}[name]
+
+
+@compiles_for("h100", "tpu-v5e")
+def test_a_guard_reads_what_the_finite_check_reads(name):
+    guarded, plain = (
+        figures(name, peer) for peer in ("with_loss_scale, guard", "with_loss_scale")
+    )
+    # On a TPU fewer gradients stay in on-chip memory.
+    limit = {"h100": 1.002, "tpu-v5e": 1.04}[name]
+    assert guarded.bytes_accessed / plain.bytes_accessed <= limit
+    assert guarded.conditionals == 0
+
+
+@compiles_for("h100")
+@pytest.mark.parametrize(
+    ("optimizer", "limit"), [("adamw", 1.6), ("clip+adamw", 1.0), ("lion", 1.6)]
+)
+def test_a_gpu_launches_few_more_kernels(name, optimizer, limit):
+    assert ratio("kernels", name, optimizer=optimizer) <= limit
+
+
+@functools.cache
+def train_step(name, peer, dtype="f32"):
+    """The one of `overhead.py`: 3 layers of width 256, 8 x 128 tokens."""
+    loss_fn, params, batch = problems.problems(dtype)["train"][1]
+    carry, step = problems.build(peer, loss_fn, params, types_only=True)
+    return compilers.compile_step(step, carry, batch, targets.Target(name))[1]
+
+
+@compiles_for("h100", "tpu-v5e")
+@pytest.mark.parametrize("dtype", ["f32", pytest.param("f16", marks=pytest.mark.slow)])
+def test_a_train_step_moves_and_launches_little_more(name, dtype):
+    unscaled, scaled = (
+        train_step(name, peer, dtype) for peer in ("unscaled", "with_loss_scale")
+    )
+    # The gradients are 1.43 % of the bytes, and some are sums of parts, which XLA:GPU
+    # reads for the check and for the update. With float16 on a TPU they stay in on-chip
+    # memory until the flag is known, and XLA moves eight activations out of it (f16 of
+    # 8 x 128 x 256), in every library. With half the examples it moves none.
+    limit = {("tpu-v5e", "f32"): 1.001, ("tpu-v5e", "f16"): 1.075}.get(
+        (name, dtype), 1.03
+    )
+    assert scaled.bytes_accessed / unscaled.bytes_accessed <= limit
+    if name == "h100":
+        assert scaled.kernels / unscaled.kernels <= 1.15
+    assert scaled.cycles <= 1.2 * unscaled.cycles
+    assert (scaled.conditionals, scaled.transfers) == (0, 0)
 
 
 @functools.cache
@@ -113,34 +159,6 @@ def test_s_and_the_skip_launch_less_than_another_and_move_as_much(name, peer):
 
 @compiles_for("h100", "tpu-v5e")
 @pytest.mark.parametrize("peer", ["with_loss_scale", "with_loss_scale, guard"])
-def test_clipping_reads_the_gradients_once(name, peer):
-    """The flag falls out of the pass that the norm takes."""
-    limit = {"h100": 1.001, "tpu-v5e": 1.01}[name]
-    assert ratio(name, peer, optimizer="clip+adamw") <= limit
-
-
-@compiles_for("h100", "tpu-v5e")
-def test_a_train_step_moves_and_launches_little_more(name):
-    """The one of `overhead.py`: 3 layers of width 256, 8 x 128 tokens."""
-    loss_fn, params, batch = problems.problems("f32")["train"][1]
-    found = []
-    for peer in ("unscaled", "with_loss_scale"):
-        carry, step = problems.build(peer, loss_fn, params, types_only=True)
-        target = targets.Target(name)
-        found.append(compilers.compile_step(step, carry, batch, target)[1])
-    unscaled, scaled = found
-    # The gradients are 1.43 % of the bytes, and some are sums of parts, which XLA:GPU
-    # reads for the check and for the update.
-    limit = {"h100": 1.03, "tpu-v5e": 1.001}[name]
-    assert scaled.bytes_accessed / unscaled.bytes_accessed <= limit
-    if name == "h100":
-        assert scaled.kernels / unscaled.kernels <= 1.15
-    assert scaled.cycles <= 1.2 * unscaled.cycles
-    assert (scaled.conditionals, scaled.transfers) == (0, 0)
-
-
-@compiles_for("h100", "tpu-v5e")
-@pytest.mark.parametrize("peer", ["with_loss_scale", "with_loss_scale, guard"])
 @pytest.mark.parametrize("chips", [4, 64, 256])  # 256 do not divide 64: whole arrays
 def test_auto_mesh_axes_need_one_all_reduce_more(name, chips, peer):
     assert figures(name, "unscaled", chips=chips).collectives == []
@@ -149,6 +167,36 @@ def test_auto_mesh_axes_need_one_all_reduce_more(name, chips, peer):
     # A number for each leaf at most, and no array.
     assert len(types) <= 3 * len(PARAMS)
     assert all("," not in shape for shape in types)
+
+
+@compiles_for("h100", "tpu-v5e")
+def test_leaves_that_are_all_sharded_need_a_scalar(name):
+    sharding = NamedSharding(targets.Target(name, 4).mesh, P("chips"))
+    finite = jax.jit(jmp_scale.all_finite, in_shardings=(sharding,))
+    program = finite.lower([leaf(512, 256)] * 12).compile().as_text()
+    ((kind, types),) = traffic.collectives(hlo.parse(program))
+    assert (kind, types) in [("all-reduce", (x,)) for x in ("pred[]", "u32[]")]
+
+
+@compiles_for("h100", "tpu-v5e")
+def test_a_step_exported_for_three_machines_is_the_one_compiled_for_each(name):
+    params = {f"w{i}": leaf(512, 512) for i in range(4)}
+    tx = jmp_scale.with_loss_scale(optax.adamw(1e-3), jmp_scale.DynamicLossScale())
+    state = jax.eval_shape(tx.init, params)
+    leaves, structure = jax.tree.flatten((params, state, params))
+
+    def step(*leaves):
+        return jax.tree.leaves(tx.update(*jax.tree.unflatten(structure, leaves)))
+
+    platforms = ["cpu", "tpu", "cuda"]
+    exported = jax.export.export(jax.jit(step), platforms=platforms)(*leaves)
+    restored = jax.export.deserialize(exported.serialize())
+    target = targets.Target(name)
+    direct, through = (
+        compilers.figures(jax.jit(f).lower(*target.placed(leaves)).compile(), target)
+        for f in (step, restored.call)
+    )
+    assert direct == through
 
 
 @compiles_for("h100")
@@ -253,6 +301,22 @@ def collectives(program, name, how):
     return wire.totals(wire.parse(text))
 
 
+def products_of_casts(module):
+    """Large operands that the kernel of a product reads through a cast to float32."""
+    found = []
+    for body in module.computations.values():
+        dots = [each for each in body.values() if each.opcode == "dot"]
+        operands = [body[name] for dot in dots for name in dot.operands if name in body]
+        casts = [each for each in operands if each.opcode == "convert"]
+        found += [
+            str(array)
+            for each in casts
+            for array in each.results
+            if array.dtype == "f32" and array.bytes > 2**20
+        ]
+    return found
+
+
 def mlp_loss(params, x):
     for w, b in params:
         x = jax.nn.gelu(x @ w + b[None])
@@ -264,6 +328,7 @@ def mlp_by_hand(params, x, half):
     return mlp_loss(*cast).astype("float32")
 
 
+@functools.cache
 def mlp_figures(name, half, program):
     where = targets.Target(name)
     layer = leaf(2048, 2048), leaf(2048)
@@ -277,13 +342,22 @@ def mlp_figures(name, half, program):
     compiled = (
         jax.jit(step).lower(*placed).compile(compiler_options=compilers.AS_WRITTEN)
     )
-    return compilers.figures(compiled, where)
+    module = hlo.parse(compiled.as_text())
+    return compilers.figures(compiled, where), products_of_casts(module)
+
+
+@compiles_for("h100")
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_no_product_reads_a_large_operand_through_a_cast(name, half):
+    assert mlp_figures(name, half, "autocast")[1] == []
 
 
 @compiles_for("h100")
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 def test_a_bias_costs_no_more_than_in_a_cast_by_hand(name, half):
     """Its gradient reads the half-precision array that its weight's gradient reads."""
-    cast, by_hand = (mlp_figures(name, half, how) for how in ("autocast", "by hand"))
+    (cast, _), (by_hand, _) = (
+        mlp_figures(name, half, program) for program in ("autocast", "by hand")
+    )
     assert cast.bytes_accessed <= 1.02 * by_hand.bytes_accessed
     assert cast.temporaries <= 0.5 * by_hand.temporaries

@@ -1,7 +1,7 @@
 """The counter of a program's memory traffic, on programs whose traffic is known."""
 
 import pytest
-from compilers import hlo, traffic
+from compilers import hlo, traffic, wire
 
 pytestmark = pytest.mark.targets
 
@@ -109,6 +109,52 @@ def test_copies_within_the_device_and_collectives_are_listed():
     assert traffic.copies(prefetch) == []
     program = module(*KNOWN["an asynchronous all-reduce reads and writes once"][:2])
     assert traffic.collectives(program) == [("all-reduce", ("f32[1024]",))]
+
+
+CARRIED = "%c = (s32[], f32[1024]{0}) parameter(0)\n"
+CARRIED += "%i = s32[] get-tuple-element(%c), index=0"
+FUSED = computation("%all-reduce-scatter.1", X, "%r = f32[1024]{0} all-reduce(%x)")
+SENT = {
+    "of a gather that is started the result counts": (
+        X + "%s = (f32[1024]{0}, f32[8192]{0}) all-gather-start(%x), "
+        'backend_config={"is_sync":false}\n'
+        "%d = f32[8192]{0} all-gather-done(%s)",
+        "",
+        [("all-gather", 32768, 1, True)],
+    ),
+    "a loop's condition says how often it runs on a TPU": (
+        X + "%w = (s32[], f32[1024]{0}) while(%x), condition=%cond, body=%body",
+        computation(
+            "%cond",
+            CARRIED,
+            "%n = s32[] constant(12)",
+            "ROOT %less = pred[] compare(%i, %n), direction=LT",
+        )
+        + computation(
+            "%body",
+            CARRIED,
+            "%two = s32[] constant(2)",
+            "%next = s32[] add(%i, %two)",
+            "%y = f32[1024]{0} get-tuple-element(%c), index=1",
+            "%r = f32[1024]{0} all-reduce(%y)",
+            "ROOT %t = (s32[], f32[1024]{0}) tuple(%next, %r)",
+        ),
+        [("all-reduce", 6 * 2 * 4096, 6, False)],
+    ),
+    "a TPU fuses an all-reduce and a slice to a reduce-scatter": (
+        X + "%f = f32[128]{0} fusion(%x), calls=%all-reduce-scatter.1",
+        FUSED,
+        [("reduce-scatter", 4096, 1, False)],
+    ),
+}
+
+
+@pytest.mark.parametrize("program", SENT)
+def test_what_crosses_the_wire_in_a_known_program(program):
+    entry, others, expected = SENT[program]
+    text = f"{others}\n{computation('ENTRY %main', *entry.splitlines())}"
+    found = wire.sent(wire.parse(text))
+    assert [(x.kind, x.bytes, x.times, x.asynchronous) for x in found] == expected
 
 
 def test_what_waits_for_the_host_is_counted():

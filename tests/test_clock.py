@@ -62,3 +62,19 @@ def test_each_part_runs_at_a_tiny_size(part, tmp_path, ranks_promote):
     rows = rows_of(path)
     assert rows
     assert not [row for row in rows if "error" in row]
+
+
+def test_a_part_that_is_cut_off_has_the_times_of_what_was_compiled(tmp_path):
+    path = tmp_path / "rows.jsonl"
+
+    def cut_off():
+        raise KeyboardInterrupt
+
+    programs = {
+        "a": lambda: Program(jnp.sin, (jnp.ones(3),)),
+        "b": lambda: Program(jnp.cos, (jnp.ones(3),)),
+        "c": cut_off,
+    }
+    with pytest.raises(KeyboardInterrupt):
+        Clock("own", seconds=60, rows=path).take_turns("table", programs)
+    assert {row["name"] for row in rows_of(path) if "ms" in row} >= {"a", "b"}

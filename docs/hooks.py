@@ -10,6 +10,10 @@ import pathlib
 import re
 
 DOCS = pathlib.Path(__file__).parent
+# On the repository's host only the sentence shows; on the site only the entries.
+ENTRIES = re.compile(
+    r"^The entries are made from.*\n\n|^<!-- entries$|^-->$", re.MULTILINE
+)
 # A program that a page links, alone on its line; before it, what it prints.
 PROGRAMS = re.compile(
     r"^(```[^\n]*\n[^`]*```\n\n)?"
@@ -89,7 +93,8 @@ PARTS = re.compile(
 
 def on_page_markdown(markdown, page, **_):
     """What the repository's host links, the site shows: programs, notebook, changes."""
-    if page.file.src_uri == "api/index.md":
+    if page.file.src_uri.startswith("api/"):
+        markdown = ENTRIES.sub("", markdown)
         return markdown.replace("<!-- all names -->", _table())
     if page.file.src_uri == "notebook.md":
         return markdown.replace(

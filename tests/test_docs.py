@@ -223,6 +223,7 @@ def test_a_page_reads_well_where_only_plain_markdown_is_known(name):
     text = FENCE.sub("", FILES[name].read_text())
     for attribute in (r"^ *(!!!|\?\?\?)", r"\{ ?[.#:]|\{ ?width|\{ ?align", "--8<--"):
         assert not re.search(attribute, text, re.MULTILINE)
+    assert ":::" not in re.sub("<!--.*?-->", "", text, flags=re.DOTALL)
 
 
 @pytest.mark.parametrize("name", FILES)

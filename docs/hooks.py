@@ -1,4 +1,4 @@
-"""What MkDocs calls: links of names, a table of names, programs, the notebook.
+"""What MkDocs calls: search, links of names, a table of names, programs, the notebook.
 
 Names are those of the pages in docs/api. The addresses of JAX's and Optax's are spelled
 out, because the site is built without a network.
@@ -6,10 +6,19 @@ out, because the site is built without a network.
 
 import itertools
 import json
+import logging
 import pathlib
 import re
 
+import yaml
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+
 DOCS = pathlib.Path(__file__).parent
+WORDS = yaml.safe_load((DOCS / "search_words.yml").read_text())
+# What `npm ci --prefix docs` installs.
+MINISEARCH = DOCS / "node_modules/minisearch"
+MATERIALS_WORKER = re.compile(r"assets/javascripts/workers/search\.\w+\.min\.js")
 # On the repository's host only the sentence shows; on the site only the entries.
 ENTRIES = re.compile(
     r"^The entries are made from.*\n\n|^<!-- entries$|^-->$", re.MULTILINE
@@ -89,6 +98,46 @@ PARTS = re.compile(
     r"|<code>(?P<name>[\w.]+)</code>",
     re.DOTALL,
 )
+
+
+def on_files(files, config, **_):
+    """The site's search needs MiniSearch; without it Material's own stays."""
+    if not MINISEARCH.exists():
+        message = "npm ci --prefix docs was not run: the site has Material's own search"
+        logging.getLogger("mkdocs.hooks").info(message)
+        return files
+    for name, source in {
+        "minisearch.js": "dist/umd/index.js",
+        "minisearch-license.txt": "LICENSE.txt",
+    }.items():
+        path = str(MINISEARCH / source)
+        files.append(File.generated(config, name, abs_src_path=path))
+    return files
+
+
+def on_post_page(output, **_):
+    """The site's search runs `search_worker.js` in place of Material's worker."""
+    if not MINISEARCH.exists():
+        return output
+    return MATERIALS_WORKER.sub("search_worker.js", output)
+
+
+def on_post_build(config, **_):
+    """Gives the words of search_words.yml to the entries of the search's index."""
+    path = pathlib.Path(config.site_dir, "search/search_index.json")
+    index = json.loads(path.read_text())
+    for key, words in WORDS.items():
+        place = key.replace(".md", ".html")
+        entries = [
+            entry
+            for entry in index["docs"]
+            if entry["location"] == place
+            or ("#" in place and entry["location"].startswith(place))
+        ]
+        if not entries:
+            raise PluginError(f"search_words.yml: there is no page or section {key}")
+        entries[0]["tags"] = words
+    path.write_text(json.dumps(index, separators=(",", ":")))
 
 
 def on_page_markdown(markdown, page, **_):

@@ -1,6 +1,6 @@
 """The built site: what its search answers, and what its pages show.
 
-Needs the group `docs` and Node.js, which runs the search as a browser would.
+Needs the group `docs`; the search also Node.js and `npm ci --prefix docs`.
 """
 
 import json
@@ -34,8 +34,8 @@ def site(tmp_path_factory):
 @pytest.mark.slow
 def test_search_shows_the_right_section_in_the_first_two_results(site):
     """As a browser shows them: a page, and the sections that stand unfolded below."""
-    if shutil.which("node") is None:
-        pytest.skip("needs Node.js to run the site's search")
+    if shutil.which("node") is None or not (site / "minisearch.js").exists():
+        pytest.skip("needs Node.js, and MiniSearch from npm")
     answers = subprocess.run(
         ["node", str(ROOT / "docs/search_check.mjs"), str(site)],
         input="\n".join(QUESTIONS),

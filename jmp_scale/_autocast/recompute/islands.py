@@ -68,24 +68,32 @@ class Softmax(NamedTuple):
 
 
 def softmaxes_of(island: Jaxpr) -> dict[Var, Softmax]:
-    """Finds the softmaxes of an island, by their results."""
+    """Finds the softmaxes of an island, by their results.
+
+    Proven is that exponentials are divided by their own sum over some axes, and that
+    each other axis of the sum is the same axis of the divisor, whatever their lengths.
+    """
     maker = {v: eqn for eqn in island.eqns for v in eqn.outvars}
 
-    def made_by(v: Atom, *names: str) -> JaxprEqn | None:
+    def made_by(v: Atom, name: str) -> JaxprEqn | None:
         eqn = maker.get(v) if isinstance(v, Var) else None
-        return eqn if eqn is not None and eqn.primitive.name in names else None
+        return eqn if eqn is not None and eqn.primitive.name == name else None
 
     found: dict[Var, Softmax] = {}
     for eqn in island.eqns:
         if eqn.primitive.name != "div":
             continue
         dividend, divisor = eqn.invars
-        while broadcast := made_by(divisor, "broadcast_in_dim", "reshape"):
+        axes = range(len(_jaxpr.shape(divisor)))
+        while broadcast := made_by(divisor, "broadcast_in_dim"):
+            axes = [axes[d] for d in broadcast.params["broadcast_dimensions"]]
             divisor = broadcast.invars[0]
         exp, total = made_by(dividend, "exp"), made_by(divisor, "reduce_sum")
         if exp and total and total.invars[0] is dividend:
-            (exponents,) = variables(exp.invars)
-            found[eqn.outvars[0]] = Softmax(exponents, tuple(total.params["axes"]))
+            summed, rank = total.params["axes"], len(_jaxpr.shape(dividend))
+            is_same = [*axes] == [d for d in range(rank) if d not in summed]
+            for exponents in variables(exp.invars) if is_same else ():
+                found[eqn.outvars[0]] = Softmax(exponents, tuple(summed))
     return found
 
 

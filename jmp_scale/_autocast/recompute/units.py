@@ -301,13 +301,13 @@ def _recomputation(unit: Unit, cast: RecomputingInterpreter) -> Callable[..., An
             return with_value(x, outputs[i]) if v in reached else outputs[i]
 
         def evaluate(some: ByPosition) -> tuple[ByPosition, list[jax.Array]]:
-            values: dict[Var, jax.Array] = {}
+            changed = [some.get(i, x) for i, x in enumerate(inputs)]
+            values = dict(zip(island.invars, changed, strict=True))
 
             def replace(v: Var, x: jax.Array) -> jax.Array:
                 values[v] = rounded(v, x)
                 return with_saved(values, v)
 
-            changed = [some.get(i, x) for i, x in enumerate(inputs)]
             results = _jaxpr.evaluate_all(island, changed, change=replace)
             moving = {i: results[i] for v, i in places.items() if v in reached}
             return moving, results

@@ -53,14 +53,18 @@ def promote_to_float32(tree: T) -> T:
 
 
 def cast_floating(tree: T, dtype: DTypeLike) -> T:
-    """Casts real floating-point arrays to `dtype`; returns other leaves unchanged."""
+    """Casts real floating-point arrays to `dtype`; returns other leaves unchanged.
+
+    Those below `_overwrite_with_gradient` stay too: a float8 scale in half precision is
+    another scale.
+    """
 
     def cast_leaf(leaf: PyTree) -> PyTree:
         is_array = isinstance(leaf, (np.ndarray, np.generic, jax.Array))
         is_real = is_array and jnp.issubdtype(leaf.dtype, jnp.floating)
         return leaf.astype(dtype) if is_real else leaf
 
-    return jax.tree.map(cast_leaf, tree)
+    return map_gradients(cast_leaf, tree)
 
 
 def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
@@ -155,16 +159,30 @@ def multiply(function: str, tree: T, s: jax.Array, *, inverse: bool = False) -> 
 
 def map_gradients(fun: Callable[[PyTree], PyTree], tree: T) -> T:
     """Applies `fun` to inexact leaves that are not below `_overwrite_with_gradient`."""
+    leaves, structure = jax.tree.flatten(tree)
+    pairs = zip(leaves, are_next_values(tree), strict=True)
+    mapped = [fun(x) if is_inexact(x) and not is_next else x for x, is_next in pairs]
+    return jax.tree.unflatten(structure, mapped)
 
-    def map_leaf(path: KeyPath, leaf: PyTree) -> PyTree:
-        # In place of gradients of float8 scales, JAX's transforms return their next
-        # values, which were never multiplied by S.
-        names = (getattr(key, "key", None) for key in path)
-        if not is_inexact(leaf) or OVERWRITE_WITH_GRADIENT in names:
-            return leaf
-        return fun(leaf)
 
-    return jax.tree_util.tree_map_with_path(map_leaf, tree)
+def are_next_values(tree: PyTree) -> list[bool]:
+    """Returns for each leaf whether it belongs to Flax's float8 collection.
+
+    In place of gradients of these leaves JAX's transforms return their next values,
+    which must not be multiplied, added or averaged. The collection is proven by its
+    name, which Flax reserves: a key of a mapping, or the type that NNX makes of it.
+    """
+
+    def is_variable_of_it(node: PyTree) -> bool:
+        return is_variable(node) and type(node).__name__ == OVERWRITE_WITH_GRADIENT
+
+    found: list[bool] = []
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable_of_it)
+    for path, node in nodes:
+        names = [getattr(key, "key", None) for key in path]
+        is_next = OVERWRITE_WITH_GRADIENT in names or is_variable_of_it(node)
+        found += [is_next] * len(jax.tree.leaves(node))
+    return found
 
 
 def is_array(leaf: PyTree) -> bool:

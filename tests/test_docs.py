@@ -183,6 +183,10 @@ def test_the_page_on_accumulation_adds_up_micro_batches_and_devices_in_one_progr
     params, *_ = page["accumulated_step"](*state(page["mesh"]), (x, weights))
     assert_close(w - jax.device_get(params["w"]))
 
+    tree = {"params": jnp.ones(2), "_overwrite_with_gradient": {"scale": jnp.ones(2)}}
+    added = jax.tree.map_with_path(page["add_float8"], tree, tree)
+    assert [x.tolist() for x in jax.tree.leaves(added)] == [[1, 1], [2, 2]]
+
 
 @pytest.mark.slow
 def test_the_page_on_checkpoints_resumes_bit_for_bit_and_restores_old_states():

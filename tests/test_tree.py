@@ -3,6 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx, struct
+from flax.core import FrozenDict
 from helpers import assert_bitwise_equal
 
 import jmp_scale
@@ -58,3 +60,46 @@ def test_select_tree_refuses_trees_that_do_not_match(new, old, message):
 def test_select_tree_refuses_a_predicate_that_is_not_a_boolean_scalar(pred):
     with pytest.raises(ValueError, match="expected a boolean scalar"):
         jmp_scale.select_tree(pred, None, None)
+
+
+FLOAT8 = "_overwrite_with_gradient"  # Flax's name
+ONE = np.float32([1.0, 0.5])
+Variable = type(FLOAT8, (nnx.Variable,), {})  # what NNX makes of the name
+NEXT_VALUES = {
+    "a mapping": {FLOAT8: {"scale": ONE}},
+    "a frozen one": FrozenDict({FLOAT8: {"dense": {"scale": ONE}}}),
+    "one of several models": [{"generator": {FLOAT8: [ONE]}}],
+    "a leaf": {FLOAT8: ONE},
+    "NNX's state": nnx.State({"dense": {"scale": Variable(jnp.asarray(ONE))}}),
+}
+
+
+@struct.dataclass
+class Attribute:
+    _overwrite_with_gradient: jax.Array
+
+
+OTHERS = {
+    "part of a name": {FLOAT8 + "s": ONE, "overwrite_with_gradient": ONE},
+    "a value that is beside one": {"params": {"scale": ONE, "amax_history": ONE}},
+    "an attribute": Attribute(ONE),
+    "a name as a leaf": (FLOAT8, ONE),
+    "a variable of another type": nnx.State({FLOAT8[1:]: nnx.Param(jnp.asarray(ONE))}),
+    "an array by itself": ONE,
+}
+
+
+@pytest.mark.parametrize("case", NEXT_VALUES | OTHERS)
+def test_next_values_of_float8_are_neither_scaled_nor_cast_and_nothing_else_is_one(
+    case,
+):
+    tree = (NEXT_VALUES | OTHERS)[case]
+    expected = [1.0, 0.5] if case in NEXT_VALUES else [8.0, 4.0]
+    loss_scale = jmp_scale.StaticLossScale(8.0)
+    half = np.float32 if case in NEXT_VALUES else np.float16
+    policy = jmp_scale.get_policy("float16")
+    for leaf in jax.tree.leaves(loss_scale.scale(tree)):
+        assert isinstance(leaf, str) or leaf.tolist() == expected
+    for cast in (jmp_scale.cast_to_half, policy.cast_to_compute, policy.cast_to_param):
+        for leaf in jax.tree.leaves(cast(tree)):
+            assert isinstance(leaf, str) or leaf.dtype == half

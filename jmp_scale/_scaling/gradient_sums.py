@@ -24,7 +24,8 @@ from jax.typing import DTypeLike
 
 from .. import _mesh
 from .._policy import name_to_dtype
-from .._types import PyTree
+from .._tree import are_next_values, is_inexact
+from .._types import KeyPath, PyTree
 
 T = TypeVar("T")
 
@@ -64,7 +65,8 @@ def sum_gradients(
 
     Leaves with fewer than 1,024 elements per device, and float64 and complex ones, are
     added in their own precision, at least float32. Infinity and NaN stay not finite,
-    and the results are bit-identical, on all devices.
+    and the results are bit-identical, on all devices. Of Flax's float8 collection
+    `_overwrite_with_gradient`, which holds next values, the result is the maximum.
 
     Args:
       grads: a pytree; leaves that are not arrays are returned unchanged.
@@ -105,20 +107,25 @@ def sum_gradients(
     found, structure = jax.tree_util.tree_flatten_with_path(grads)
     has_parts = any(_mesh.unreduced_axes(leaf) for _, leaf in found)
     add = functools.partial(_total, wire=sent, mean=mean)
-    sums = []
-    for (path, leaf), own in zip(found, _leaves_like(like, structure), strict=True):
+
+    def combined(
+        path: KeyPath, leaf: PyTree, own_like: PyTree, is_next_value: bool
+    ) -> PyTree:
         is_array = isinstance(leaf, (jax.Array, np.ndarray, np.generic))
         if not is_array or leaf.dtype == jax.dtypes.float0:
-            sums.append(leaf)
-            continue
+            return leaf
         name = jax.tree_util.keystr(path) or "(the whole tree)"
-        gradient = _Gradient(name, jnp.asarray(leaf), _placement(name, own))
-        if is_in_map:
-            if sent != jnp.float32:
-                _refuse_other_axes(gradient)
-            sums.append(_sum_in_map(gradient, names, add))
-        else:
-            sums.append(_sum_of_parts(gradient, names, add, has_parts and not mean))
+        gradient = _Gradient(name, jnp.asarray(leaf), _placement(name, own_like))
+        combine = _largest if is_next_value else add
+        if not is_in_map:
+            return _sum_of_parts(gradient, names, combine, has_parts and not mean)
+        if sent != jnp.float32:
+            _refuse_other_axes(gradient)
+        return _sum_in_map(gradient, names, combine)
+
+    paths, leaves = zip(*found, strict=True) if found else ((), ())
+    likes = _leaves_like(like, structure)
+    sums = list(map(combined, paths, leaves, likes, are_next_values(grads)))
     return jax.tree.unflatten(structure, sums)
 
 
@@ -247,8 +254,8 @@ def _added_up(total: jax.Array, way: _Way, add: _Add) -> jax.Array:
 def _total(x: jax.Array, way: _Way, wire: DTypeLike | None, mean: bool) -> jax.Array:
     """Returns the sum over the devices that hold `x`, or this device's share of it."""
     dtype, count = x.dtype, lax.axis_size(way.axes)
-    is_inexact = jnp.issubdtype(dtype, jnp.inexact)
-    if is_inexact:
+    has_fractions = is_inexact(x)
+    if has_fractions:
         x = x.astype(jnp.promote_types(dtype, jnp.float32))
     is_sent = x.dtype == jnp.float32 and wire != jnp.float32 and count > 1
     is_large = x.size >= count * SMALLEST
@@ -261,9 +268,22 @@ def _total(x: jax.Array, way: _Way, wire: DTypeLike | None, mean: bool) -> jax.A
         total = lax.psum(total, way.gathered)
     else:
         total = lax.psum(x, way.axes)
-    if mean and is_inexact:
+    if mean and has_fractions:
         total = total * (1 / count)
     return total.astype(dtype)
+
+
+def _largest(x: jax.Array, way: _Way) -> jax.Array:
+    """Returns the maximum over the devices that hold `x`, or this device's share."""
+    if is_inexact(x):
+        # As infinity a NaN is the largest, also where a collective ignores NaNs.
+        x = jnp.where(jnp.isnan(x), jnp.inf, x)
+    largest = lax.pmax(x, way.axes)
+    if not way.kept:
+        return largest
+    size = x.shape[way.dimension] // lax.axis_size(way.kept)
+    start = lax.axis_index(way.kept) * size
+    return lax.dynamic_slice_in_dim(largest, start, size, way.dimension)
 
 
 def _half_on_the_wire(

@@ -167,6 +167,34 @@ def test_what_is_not_an_array_passes_and_so_does_the_gradient_of_an_integer():
     assert same is nothing
 
 
+@each_way
+@pytest.mark.parametrize("mean", [False, True])
+def test_the_largest_of_float8s_next_values_is_taken(way, mean):
+    history = np.abs(normal(16))
+    history[3, -1] = np.nan
+    own = {"_overwrite_with_gradient": {"history": history}, "params": history}
+    add = functools.partial(jmp_scale.sum_gradients, mean=mean, wire="float32")
+    sums = WAYS[way](add, own)
+    held = np.reshape(
+        on_each_device(sums["_overwrite_with_gradient"]["history"]), (8, -1)
+    )
+    largest = [*history[:, :-1].max(0), np.inf]
+    assert held.tolist() == [largest] * 8
+    total = history.sum(0) / (8 if mean else 1)
+    np.testing.assert_allclose(
+        np.reshape(on_each_device(sums["params"]), (8, -1))[0], total, 1e-6
+    )
+
+
+def test_each_device_gets_its_share_of_next_values_that_are_split():
+    own = {"_overwrite_with_gradient": normal(16, 3)}
+    like = {"_overwrite_with_gradient": P("i")}
+    add = functools.partial(jmp_scale.sum_gradients, like=like)
+    for run in (in_shard_map, UNCHECKED):
+        total = run(add, own, out_specs=P("i"))["_overwrite_with_gradient"]
+        assert_bitwise_equal(np.asarray(total), own["_overwrite_with_gradient"].max(0))
+
+
 SPLIT = {
     ONE_AXIS: [P("i"), P(None, "i")],
     TWO_AXES: [P("i"), P(None, "i"), P("j"), P(("i", "j")), P(None, ("j", "i"))],

@@ -1,6 +1,7 @@
 """`value_and_grad` and `grad`, which scale the loss internally."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -124,15 +125,14 @@ def differentiated(
     call = f"{function}(loss_fn, loss_scale)(params, batch)"
     require_callable(function, fun, f"write {call}")
     # All transforms differentiate the first argument; Equinox's has no argnums.
-    if argnums != 0:
-        kwargs["argnums"] = argnums
+    options = kwargs if argnums == 0 else {**kwargs, "argnums": argnums}
 
     def scaled_fun(*args: PyTree, **fun_kwargs: PyTree) -> tuple[ArrayLike, _Output]:
         output = checked_output(function, fun(*args, **fun_kwargs), has_aux)
         # The scaled loss may be infinite, so the unscaled one is an auxiliary output.
         return loss_scale.scale(output.loss), output
 
-    scaled_value_and_grad = transform(scaled_fun, has_aux=True, **kwargs)
+    scaled_value_and_grad = transform(scaled_fun, has_aux=True, **options)
 
     def unscaled_value_and_grad(
         *args: PyTree, **fun_kwargs: PyTree
@@ -142,7 +142,7 @@ def differentiated(
         if isinstance(argnums, int) and -len(args) <= argnums < len(args):
             params = args[argnums]
         _warn_if_captured(function, loss_scale, params)
-        with UNSCALED(isinstance(loss_scale, NoOpLossScale)):
+        with _in_context(loss_scale):
             result = scaled_value_and_grad(*args, **fun_kwargs)
         pair, grads = result
         if not (isinstance(pair, tuple) and isinstance(pair[-1], _Output)):
@@ -157,6 +157,15 @@ def differentiated(
         return value, map_gradients(promote_to_float32, loss_scale.unscale(grads))
 
     return unscaled_value_and_grad
+
+
+def _in_context(loss_scale: LossScale) -> AbstractContextManager[Any]:
+    """Returns the context of a differentiated call.
+
+    A function of the module, because a context of JAX cannot be pickled, as cloudpickle
+    pickles whatever an inner function names.
+    """
+    return UNSCALED(isinstance(loss_scale, NoOpLossScale))
 
 
 def _warn_if_captured(

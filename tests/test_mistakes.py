@@ -9,9 +9,11 @@ import math
 import equinox
 import jax
 import jax.numpy as jnp
+import jmp
 import optax
 import pytest
 from flax import linen, nnx
+from flax.training.dynamic_scale import DynamicScale
 from optimizers import optimizer
 
 import jmp_scale
@@ -60,6 +62,7 @@ X, PARAMS = jnp.ones((4, 4)), jnp.ones(2)
 HALF = autocast(loss, "bfloat16")
 NETWORK = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
 STATE = with_loss_scale(optax.sgd(1.0)).init(PARAMS)
+JMP = jmp.DynamicLossScale(X[0, 0])
 HALF_STATE = with_half_storage(optax.sgd(1.0)).init(PARAMS.astype(jnp.bfloat16))
 
 
@@ -176,6 +179,25 @@ MISTAKES = {
     "a state for its loss scale": (
         lambda: jmp_scale.grad(loss, STATE),
         "got a LossScaleState; .* the .loss_scale of",
+    ),
+    **{
+        f"another package's loss scale for {use}": (
+            run,
+            "loss scale, got jmp.DynamicLossScale; write import jmp_scale as jmp in",
+        )
+        for use, run in {
+            "grad": lambda: jmp_scale.grad(loss, JMP),
+            "get_loss_scale": lambda: get_loss_scale(JMP),
+            "an optimizer": lambda: with_loss_scale(optax.sgd(0.1), JMP),
+        }.items()
+    },
+    "Flax's loss scale": (
+        lambda: jmp_scale.value_and_grad(loss, DynamicScale()),
+        r"got flax.DynamicScale; write jmp_scale.presets.flax\(scale=",
+    ),
+    "a namesake of a loss scale": (
+        lambda: jmp_scale.grad(loss, type("DynamicScale", (), {})()),
+        "got a DynamicScale; pass an instance such as",
     ),
     "argnums for a loss scale": (
         lambda: jmp_scale.grad(loss, (0, 1)),

@@ -273,17 +273,31 @@ def get_loss_scale(spec: LossScale | ArrayLike | DTypeLike) -> LossScale:
     """
     if isinstance(spec, LossScale):
         return spec
-    if isinstance(spec, (type, np.dtype)):
-        spec = str(jnp.dtype(spec))
     if isinstance(spec, Mapping):
         raise TypeError(
             "get_loss_scale: expected a name, a number or a dtype, got the section "
             f"{spec!r}; pass one value of it, or its values to the framework's "
             "function in jmp_scale.presets"
         )
+    if _foreign_name(spec) in _REPLACEMENTS:
+        return checked_loss_scale("get_loss_scale", spec)
+    if isinstance(spec, (type, np.dtype)):
+        spec = str(jnp.dtype(spec))
     if not isinstance(spec, str):
         return StaticLossScale(spec)  # pyright: ignore[reportArgumentType]
-    text = spec.lower().strip()
+    loss_scale = _named(spec.lower().strip())
+    if loss_scale is None:
+        raise ValueError(
+            f'get_loss_scale: unknown loss scale {spec!r}; known are "none"; "dynamic" '
+            'or "dynamic:2**16"; a number, "1024" or "static:2**10"; the name of a '
+            'dtype ("half", "fp16", "bf16", "fp32", ...). A framework\'s own '
+            "configuration is for its function in jmp_scale.presets"
+        )
+    return loss_scale
+
+
+def _named(text: str) -> LossScale | None:
+    """Returns the loss scale that a name stands for, or None if it is unknown."""
     # Only "half" looks at the devices, which starts JAX.
     dtype = half_dtype() if text == "half" else name_to_dtype.get(text)
     if text == "dynamic" or (dtype is not None and dtype == jnp.float16):
@@ -294,16 +308,10 @@ def get_loss_scale(spec: LossScale | ArrayLike | DTypeLike) -> LossScale:
     try:
         number = _number(argument)
     except (ValueError, ArithmeticError):
-        number = None
-    if number is None or kind.strip() not in ("", "static", "dynamic"):
-        raise ValueError(
-            f'get_loss_scale: unknown loss scale {spec!r}; known are "none"; "dynamic" '
-            'or "dynamic:2**16"; a number, "1024" or "static:2**10"; the name of a '
-            'dtype ("half", "fp16", "bf16", "fp32", ...). A framework\'s own '
-            "configuration is for its function in jmp_scale.presets"
-        )
-    is_dynamic = kind.strip() == "dynamic"
-    return DynamicLossScale(number) if is_dynamic else StaticLossScale(number)
+        return None
+    kinds = dict.fromkeys(("", "static"), StaticLossScale)
+    make = (kinds | {"dynamic": DynamicLossScale}).get(kind.strip())
+    return make(number) if make else None
 
 
 def _number(text: str) -> float:
@@ -317,11 +325,31 @@ def checked_loss_scale(function: str, value: object) -> LossScale:
         return value
     is_short = isinstance(value, (str, int, float, type)) or hasattr(value, "dtype")
     got = repr(value) if is_short else f"a {type(value).__name__}"
-    raise TypeError(
-        f"{function}: expected a loss scale, got {got}; pass an instance such as "
-        "DynamicLossScale(), jmp_scale.get_loss_scale(...) of a number or a name, or "
-        'the .loss_scale of a state, optax.tree.get(opt_state, "loss_scale")'
+    cure = (
+        "pass an instance such as DynamicLossScale(), jmp_scale.get_loss_scale(...) of "
+        "a number or a name, or the .loss_scale of a state, "
+        'optax.tree.get(opt_state, "loss_scale")'
     )
+    if (name := _foreign_name(value)) in _REPLACEMENTS:
+        got, cure = name, f"write {_REPLACEMENTS[name]}"
+    raise TypeError(f"{function}: expected a loss scale, got {got}; {cure}")
+
+
+# The lines that replace the loss scales of other packages.
+_REPLACEMENTS = {
+    "jmp.DynamicLossScale": "import jmp_scale as jmp in place of import jmp",
+    "jmp.StaticLossScale": "import jmp_scale as jmp in place of import jmp",
+    "jmp.NoOpLossScale": "import jmp_scale as jmp in place of import jmp",
+    "flax.DynamicScale": "jmp_scale.presets.flax(scale=..., growth_interval=...)",
+    "mpx.DynamicLossScaling": "jmp_scale.presets.mpx(loss_scaling, min_loss_scaling)",
+    "torch.GradScaler": "jmp_scale.presets.pytorch(init_scale=...)",
+}
+
+
+def _foreign_name(value: object) -> str:
+    """Returns the name of a value's class, with the package that defines it."""
+    package = type(value).__module__.partition(".")[0]
+    return f"{package}.{type(value).__name__}"
 
 
 def scale_value(function: str, loss_scale: LossScale | ArrayLike) -> float:

@@ -54,8 +54,9 @@ def with_half_storage(
 
     `inner` updates float32 values, whose rounding the bfloat16 parameters are. The
     state keeps the remainders, so training is that of `inner` on float32 parameters,
-    bit for bit, given the same gradients. With AdamW a parameter takes 14 bytes in
-    place of 16 (value, state and gradient), 12 without remainders, and 4 less with
+    given the same gradients: in every bit, or, where XLA fuses the optimizer (Adam)
+    otherwise, but for the last bits. With AdamW a parameter takes 14 bytes in place of
+    16 (value, state and gradient), 12 without remainders, and 4 less with
     `averages=("mu", "nu")`.
 
     Put it inside `with_loss_scale`, and clipping, `MultiSteps` and schedules into it.

@@ -20,6 +20,7 @@ MAY_IMPORT = {"optax": FLAX | OPTIMIZERS, "flax": FLAX, "matplotlib": {"plotting
 # Modules that are tested by other files than those of their names, and why.
 TESTED_BY = {
     "_jaxpr_*": ("test_jaxpr", "programs are read, rewritten and evaluated in turn"),
+    "_autocast.casting": ("autocast/test_autocast_warnings", "a derivative is noted"),
     "_autocast.interpreter": ("autocast/test_autocast", "programs run as planned"),
     "_autocast.recompute.units": ("autocast/test_exact", "it is what was computed"),
     "_autocast.derivatives": ("autocast/test_modes", "derivatives are of all modes"),
@@ -88,23 +89,14 @@ def floor_of(module):
     return matching[0]
 
 
-def run_on_import(tree):
-    """The nodes of a module, without imports that are for types alone."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
-        yield node
-        yield from run_on_import(node)
-
-
 @functools.cache
 def imports(name):
-    """(own modules, other packages) that the source of a module imports."""
+    """(own modules, other packages) that a module imports, also for types alone."""
     own, external = set(), set()
     path = MODULES[name]
     package = name.split(".") if path.stem == "__init__" else name.split(".")[:-1]
     package = [] if name == "__init__" else package
-    for node in run_on_import(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             external |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -139,15 +131,6 @@ def test_a_module_imports_from_its_floor_and_from_those_that_the_map_names(modul
     floor = floor_of(module)
     others = {floor_of(other).name for other in imports(module)[0]}
     assert others <= floor.may_import | {floor.name}
-
-
-def test_the_floor_that_casts_knows_nothing_of_the_one_that_recomputes():
-    """Neither its modules nor its words, so that it can be read alone."""
-    cast = [name for name in MODULES if floor_of(name).name == "cast"]
-    assert "_autocast.interpreter" in cast
-    for name in cast:
-        words = re.findall(r"\bislands?\b|recomput\w*", MODULES[name].read_text())
-        assert not words, name
 
 
 def test_a_module_has_tests_of_its_name_or_is_listed_with_the_reason():

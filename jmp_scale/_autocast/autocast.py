@@ -1,9 +1,8 @@
 """`autocast`: a float32 function in, a mixed-precision one out.
 
-The function is traced as a float32 program (`types_first`). The jaxpr is evaluated
-equation by equation (`interpreter`), or by a plan on top of it (`recompute`). Nothing
-but this module imports from both. README.md, beside this file, has the ideas, the words
-and what was tried and refused.
+The function is traced as a float32 program (`types_first`). The jaxpr is read
+(`provenance`), planned (`recompute.plan`) and evaluated part by part (`interpreter`).
+README.md, beside this file, has the ideas, the words and what was tried and refused.
 """
 
 import functools
@@ -18,11 +17,11 @@ from .._jaxpr import PRODUCTS, Program
 from .._policy import checked_half, is_half
 from .._tree import is_module
 from .._validation import require_bool, require_function, warn
+from .casting import Notes
 from .derivatives import Traces
-from .interpreter import Interpreter, Notes
+from .interpreter import Interpreter
 from .marks import checked_names, is_unscaled, tracing
 from .provenance import Origin
-from .recompute.units import RecomputingInterpreter
 from .types_first import trace
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -134,8 +133,7 @@ def autocast(
         with tracing(forward), jax.default_matmul_precision(None):
             jaxpr, arrays, returned = trace(fun, args, kwargs)
         notes = Notes(warned, is_unscaled=is_unscaled(jaxpr))
-        evaluator = RecomputingInterpreter if recompute else Interpreter
-        cast = evaluator(
+        cast = Interpreter(
             forward=forward,
             backward=back,
             names=names,
@@ -144,6 +142,7 @@ def autocast(
             notes=notes,
             share_casts=bool(share_casts),
             setting=setting,
+            recompute=bool(recompute),
         )
         origins = [Origin.PARAMETER] * len(arrays)
         try:

@@ -124,9 +124,9 @@ class Traces:
     def made(self, make: Callable[..., T], *facts: Hashable) -> T:
         """Returns `make(*facts)`, or the earlier result for equal facts."""
         try:
-            is_known = (make, facts) in self._known
+            known = self._known.get((make, facts))
         except TypeError:  # objects of hijax have parameters of any kind
             return make(*facts)
-        if not is_known:
-            self._known[make, facts] = make(*facts)
-        return self._known[make, facts]
+        if known is None:
+            known = self._known[make, facts] = make(*facts)
+        return known

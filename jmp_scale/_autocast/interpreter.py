@@ -1,4 +1,4 @@
-"""Evaluates a float32 program equation by equation, its products in half precision.
+"""Evaluates a float32 program part by part, its products in half precision.
 
 A product reads half-precision copies of its operands. Its gradients flow to
 
@@ -20,20 +20,12 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from .. import _jaxpr
-from .._jaxpr import JaxprEqn, NameStack, Program, Var
+from .._jaxpr import JaxprEqn, Program, Var
 from .._jaxpr_rewrite import with_precision
 from .._policy import holds_half, is_half
 from .._types import Arrays
-from .._validation import warn
-from .derivatives import (
-    Traces,
-    linear,
-    live_of,
-    no_tangent,
-    noting,
-    with_derivative,
-    with_value,
-)
+from .casting import Casting
+from .derivatives import noting, with_value
 from .dot_general import with_algorithms_by_platform
 from .higher_order import (
     CALLS,
@@ -45,47 +37,22 @@ from .higher_order import (
 from .marks import Met, meet
 from .products import Product, becomes_half, has_products
 from .provenance import Origin, Rules, Step, read
+from .recompute.plan import Unit, make_plan
+from .recompute.units import UnitInputs, function_of
 from .values import Stored, Values
 
 
-@dataclasses.dataclass(eq=False)
-class Notes:
-    """What one call of a program has met so far, nested programs included."""
-
-    warned: set[str]  # of these there is no further warning
-    is_unscaled: bool = False  # whether no loss scale reaches its gradients
-    any_half: bool = False  # whether a product became half precision
-    found: set[str] = dataclasses.field(default_factory=set)  # names that match
-    there: set[str] = dataclasses.field(default_factory=set)  # what could be named
-
-    def warn_once(self, about: str, message: str) -> None:
-        """Warns, unless it has warned of this before."""
-        if about not in self.warned:
-            self.warned.add(about)
-            warn(message)
-
-
-@dataclasses.dataclass(frozen=True)
-class Interpreter:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Interpreter(Casting):
     """Evaluates programs. Equal ones share traces of equal programs."""
 
-    forward: np.dtype  # that of the products of the forward pass
-    backward: np.dtype
     names: frozenset[str]  # of `keep_float32=`
-    traces: Traces = dataclasses.field(compare=False)
-    notes: Notes = dataclasses.field(compare=False)
     share_casts: bool = False
     float32_results: frozenset[str] = frozenset()
     # Precision of products that stay float32 and have none of their own.
     setting: str | None = None
-    in_loop: bool = False
     in_rule: bool = False  # of a `custom_jvp`: what it computes is transposed
     in_exempt: bool = False  # in a call that stays float32
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether the backward pass has another range than the forward pass."""
-        return self.forward != self.backward
 
     def within(self, eqn: JaxprEqn, part_of: Part) -> "Interpreter":
         """Returns the interpreter of the jaxprs nested in an equation."""
@@ -94,6 +61,7 @@ class Interpreter:
         return dataclasses.replace(
             self,
             forward=forward,
+            recompute=self.recompute and part_of in ("", "loop"),
             in_loop=self.in_loop or part_of == "loop",
             in_rule=self.in_rule or part_of in ("rule", "tangents"),
             in_exempt=self.in_exempt or (has_products(eqn) and self._is_exempt(eqn)),
@@ -137,23 +105,44 @@ class Interpreter:
 
     def evaluate_steps(self, values: Values) -> None:
         """Evaluates every equation that a result needs."""
-        for step in values.reading.steps:
-            self.evaluate_step(step, values)
+        for part in make_plan(values.reading, joins=self.recompute):
+            with part.settings:
+                if isinstance(part, Unit):
+                    self.evaluate_unit(part, values)
+                else:
+                    self.evaluate_step(part, values)
+
+    def evaluate_unit(self, unit: Unit, values: Values) -> None:
+        """Adds the values that an island and its products compute."""
+        inputs = unit.jaxpr.invars
+        read = UnitInputs(
+            island=[values[v] for v in inputs],
+            passed=[self.operand(v, values) for v in unit.passed],
+            island_copies=[self.saved(v, values, as_is=True) for v in inputs],
+            passed_copies=[
+                self.saved(v, values, as_is=v in inputs) for v in unit.passed
+            ],
+        )
+        # Units share a function if the facts that `==` ignores are equal too.
+        results = self.traces.made(function_of, unit, self, unit.not_compared)(read)
+        outputs = unit.results
+        for i, x in results.saved.items():
+            values.casts[outputs[i], self.forward] = x
+        self.add({outputs[i]: x for i, x in results.island.items()}, values)
+        self.notes.any_half |= bool(unit.products)
+        made = {unit.products[k].product.result: x for k, x in results.products.items()}
+        self.add(made, values)
 
     def evaluate_step(self, step: Step, values: Values) -> None:
         """Adds the values of an equation's results."""
-        eqn = step.eqn
-        with eqn.ctx.manager:  # settings and mesh, as they were traced
-            self.notes.any_half |= step.product is not None
-            if step.half_product:
-                results = [self.evaluate_product(step.half_product, values)]
-            elif step.product:
-                results = [self._in_own_dtype(step.product, values)]
-            elif step.kind == "move":
-                results = [self._moved(eqn, values)]
-            else:
-                results = self._as_traced(step, values)
-            self.add(dict(zip(eqn.outvars, results, strict=True)), values)
+        if step.product:
+            self.notes.any_half = True
+            results = [self._in_own_dtype(step.product, values)]
+        elif step.kind == "move":
+            results = [self._moved(step.eqn, values)]
+        else:
+            results = self._as_traced(step, values)
+        self.add(dict(zip(step.outvars, results, strict=True)), values)
 
     def add(self, results: Mapping[Var, Any], values: Values) -> None:
         """Adds values; those that have names are named."""
@@ -167,23 +156,9 @@ class Interpreter:
         values.casts[v, dtype] = saved
         return saved.astype(x.dtype)
 
-    def rounded(self, x: jax.Array) -> jax.Array:
-        """Rounds `x` and its cotangent to half precision, once for all readers."""
-        dtypes = self.backward, self.forward
-        return with_value(*(x.astype(d).astype(x.dtype) for d in dtypes))
-
     def _shared(self, v: Var, x: Any, values: Values) -> Any:
         """Returns a value, rounded if all operations read the cast of it."""
         return self.rounded(x) if v in values.reading.shared else x
-
-    def evaluate_product(self, product: Product, values: Values) -> jax.Array:
-        """Evaluates a product in half precision, which has half-precision gradients."""
-        operands = [self.operand(v, values) for v in product.operands]
-        copies = [self.saved(v, values) for v in product.operands]
-        others = [values[v] for v in product.jaxpr.invars[2:]]
-        # Equal products share a function, if they name the same scopes.
-        facts = self, product, product.scope
-        return self.traces.made(Interpreter._product, *facts)(operands, copies, others)
 
     def _in_own_dtype(self, product: Product, values: Values) -> jax.Array:
         inputs = [values[v] for v in product.jaxpr.invars]
@@ -210,59 +185,6 @@ class Interpreter:
         if v not in values.reading.halves and (as_is or not _jaxpr.is_float32(v)):
             return values[v]
         return values.cast(v, self.forward)
-
-    def tangent_of(self, product: Product) -> Callable[..., jax.Array]:
-        """Returns the function of a product's tangent, which equal products share."""
-        return self.traces.made(Product.tangent, product, self.backward)
-
-    def in_backward(self, x: jax.Array, copy: jax.Array) -> jax.Array:
-        """Returns a copy in the backward pass's dtype, which is differentiated as `x`.
-
-        Second derivatives need the range of `backward`, which float16 copies lack.
-        """
-        read = copy.astype(self.forward)
-        return with_value(x.astype(self.backward), read.astype(self.backward))
-
-    def note_derivative(self) -> None:
-        """Warns once of float16 gradients that no loss scale reaches."""
-        if self.notes.is_unscaled and self.backward == jnp.float16:
-            self.notes.warn_once(
-                "no loss scale",
-                "autocast: float16 gradients without a loss scale: small ones vanish. "
-                "Differentiate by jmp_scale.value_and_grad(fun, loss_scale), give "
-                'with_loss_scale a DynamicLossScale(), or autocast backward="bfloat16"',
-            )
-
-    def _product(self, product: Product, scope: NameStack) -> Callable[..., jax.Array]:
-        """Returns the product as a function of operands, copies and other inputs."""
-        tangent_of = self.tangent_of(product)
-
-        def evaluate(_: Arrays, copies: Arrays, others: Arrays) -> jax.Array:
-            with _jaxpr.scope(scope):
-                return product.forward(self.forward, *copies, *others)
-
-        def tangent(
-            residuals: tuple[Arrays, Arrays, Arrays], live: dict[int, jax.Array]
-        ) -> jax.Array:
-            originals, copies, others = residuals
-            if self.is_mixed:
-                copies = [*map(self.in_backward, originals, copies)]
-            with _jaxpr.scope(scope):
-                return tangent_of([*copies, *others], live)
-
-        def derivative(
-            result: jax.Array, args: Sequence[Arrays], tangents: Sequence[Any]
-        ) -> Any:
-            self.note_derivative()
-            operands, copies, others = args
-            # A copy has the tangent of its operand, so only that of the latter is used.
-            live = live_of(tangents[0])
-            if not live:
-                return no_tangent(result)
-            residuals = operands if self.is_mixed else [], copies, others
-            return linear(tangent, residuals, live).astype(result.dtype)
-
-        return with_derivative(evaluate, derivative)
 
     def _has_float32_result(self, eqn: JaxprEqn) -> bool:
         return bool(self._meet(self.float32_results, eqn).found)

@@ -4,8 +4,9 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -96,6 +97,11 @@ class Step(NamedTuple):
     def outvars(self) -> list[Var]:
         """The variables of its results."""
         return self.eqn.outvars
+
+    @property
+    def settings(self) -> AbstractContextManager[Any]:
+        """A context of the settings and the mesh with which it was traced."""
+        return self.eqn.ctx.manager
 
     @property
     def half_product(self) -> Product | None:

@@ -15,7 +15,8 @@ it saves `x`, an argument, and in half precision, as products return them, `x @ 
 
 import dataclasses
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from typing import NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 from ... import _jaxpr, _jaxpr_rewrite
 from ..._jaxpr import Jaxpr, NameStack, Var, is_float32, variables
@@ -47,7 +48,7 @@ class Output(NamedTuple):
 
 
 class UnitProduct(NamedTuple):
-    """A product that reads results of an island."""
+    """A product of a unit."""
 
     product: Product
     # Of what it reads: first among the outputs of the island, then among `Unit.passed`.
@@ -58,7 +59,7 @@ class UnitProduct(NamedTuple):
 class Unit:
     """An island and products that read it. Equal ones, of equal layers, share traces.
 
-    A unit may have no product. A product that is in no unit is a step by itself.
+    It may have no product. A product that no island is joined with has an empty one.
     """
 
     key: Hashable  # equal for equal islands
@@ -87,6 +88,12 @@ class Unit:
         return self.scope, *scopes, self.passed_inputs
 
     @property
+    def settings(self) -> AbstractContextManager[Any]:
+        """A context of the settings and the mesh with which it was traced."""
+        eqns = self.jaxpr.eqns or [each.product.equation for each in self.products]
+        return eqns[-1].ctx.manager
+
+    @property
     def results(self) -> list[Var]:
         """The variables of the island's results, by position."""
         return variables(self.jaxpr.outvars)
@@ -103,9 +110,25 @@ class Unit:
         return operands.union(self.places("is_saved_in_half"))
 
 
-def make_plan(reading: Reading) -> list[Step | Unit]:
-    """Returns the parts of a program, in the order in which they run."""
+def make_plan(reading: Reading, *, joins: bool = True) -> list[Step | Unit]:
+    """Returns the parts of a program, in the order in which they run.
+
+    `joins`: whether there are islands. Without them, each product is a unit.
+    """
+    if not joins:
+        return [*map(_alone, reading.steps)]
     return _Units(reading, _Levels(reading).parts()).units()
+
+
+def _alone(step: Step) -> Step | Unit:
+    """Returns a step as it is, and a product as a unit without an island."""
+    if not (product := step.half_product):
+        return step
+    read = product.jaxpr.invars
+    passed = tuple(dict.fromkeys(read))
+    joined = UnitProduct(product, tuple(map(passed.index, read)))
+    island = _jaxpr_rewrite.excerpt(product.jaxpr, [], [], [])
+    return Unit((), island, NameStack(), (), (joined,), passed)
 
 
 # A step, or an island.
@@ -280,7 +303,7 @@ class _Units:
             if isinstance(part, Step):
                 if part.half_product:
                     self._note_saved(part.half_product.operands)
-                units.append(part)
+                units.append(_alone(part))
                 continue
             choice = self._choice(i, part)
             behind = {n for v in choice.recomputed for n in self._readers[v]}

@@ -1,4 +1,4 @@
-"""Evaluates units, with derivatives that recompute the islands.
+"""Evaluates units, with derivatives that recompute their islands.
 
 ```
 forward:   island -> cast(operands) -> products in half precision -> float32
@@ -10,35 +10,26 @@ Kinds of machines differ in the barriers between the two passes, but not in valu
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 
 from ... import _jaxpr
-from ..._jaxpr import Jaxpr, JaxprEqn, Var
+from ..._jaxpr import Jaxpr, Var
 from ..._types import Arrays
+from ..casting import Casting
 from ..derivatives import (
     CAST,
     ByPosition,
     linear,
     live_of,
     no_tangent,
-    on_gpu,
     with_derivative,
     with_value,
 )
-from ..higher_order import Part
-from ..interpreter import Interpreter
-from ..products import Product
-from ..values import Values
 from .islands import reached_by, softmax_from, softmaxes_of
-from .plan import Unit, make_plan
-
-T = TypeVar("T")
-_behind_barrier = jax.jit(functools.partial(on_gpu, lax.optimization_barrier))
+from .plan import Unit
 
 
 class UnitInputs(NamedTuple):
@@ -70,71 +61,10 @@ class Residuals(NamedTuple):
     originals: tuple[Arrays, ByPosition] | None
 
 
-@dataclasses.dataclass(frozen=True)
-class RecomputingInterpreter(Interpreter):
-    """Evaluates programs by their plans, unit by unit."""
-
-    # Not in a rule for derivatives, which is transposed: what would be recomputed has
-    # no derivative there. Not in a checkpoint with a policy, which says itself what is
-    # saved.
-    recompute: bool = True
-
-    def within(self, eqn: JaxprEqn, part_of: Part) -> "Interpreter":
-        recompute = self.recompute and part_of in ("", "loop")
-        nested = dataclasses.replace(self, recompute=recompute)
-        return Interpreter.within(nested, eqn, part_of)
-
-    def evaluate_steps(self, values: Values) -> None:
-        if not self.recompute:
-            return super().evaluate_steps(values)
-        for part in make_plan(values.reading):
-            if isinstance(part, Unit):
-                with part.jaxpr.eqns[-1].ctx.manager:
-                    self.evaluate_unit(part, values)
-            else:
-                self.evaluate_step(part, values)
-
-    def evaluate_unit(self, unit: Unit, values: Values) -> None:
-        """Adds the values that an island and its products compute."""
-        inputs = unit.jaxpr.invars
-        read = UnitInputs(
-            island=[values[v] for v in inputs],
-            passed=[self.operand(v, values) for v in unit.passed],
-            island_copies=[self.saved(v, values, as_is=True) for v in inputs],
-            passed_copies=[
-                self.saved(v, values, as_is=v in inputs) for v in unit.passed
-            ],
-        )
-        # Units share a function if the facts that `==` ignores are equal too.
-        facts = unit, self, unit.not_compared
-        results = self.traces.made(_function_of, *facts)(read)
-        outputs = unit.results
-        for i, x in results.saved.items():
-            values.casts[outputs[i], self.forward] = x
-        self.add({outputs[i]: x for i, x in results.island.items()}, values)
-        self.notes.any_half |= bool(unit.products)
-        made = {unit.products[k].product.result: x for k, x in results.products.items()}
-        self.add(made, values)
-
-    def tangent_of(self, product: Product) -> Callable[..., jax.Array]:
-        # The cotangent is then half precision, and an array of its own.
-        tangent = super().tangent_of(product)
-        return lambda *args: self.apart(tangent(*args))
-
-    def apart(self, x: T) -> T:
-        """Arrays behind an optimization barrier on GPUs.
-
-        Without it XLA merges the recomputed island with that of the forward pass, and
-        keeps its float32 values.
-        """
-        has_barrier = self.recompute and not self.in_loop
-        return jax.tree.map(_behind_barrier, x) if has_barrier else x
-
-
-def _function_of(
-    unit: Unit, cast: RecomputingInterpreter, _: Hashable
+def function_of(
+    unit: Unit, cast: Casting, _: Hashable
 ) -> Callable[[UnitInputs], UnitResults]:
-    """Returns a function with a derivative that recomputes the island."""
+    """Returns a unit's function, whose derivative recomputes the island."""
     passes = _Passes(unit, cast)
     tangents = passes.tangents  # one object, which JAX traces once
 
@@ -164,7 +94,7 @@ class _Passes:
     """
 
     unit: Unit
-    cast: RecomputingInterpreter
+    cast: Casting
 
     def evaluate(self, read: UnitInputs) -> UnitResults:
         """Computes the results of the island and of the products."""
@@ -222,12 +152,14 @@ class _Passes:
         self, read: Residuals, live: ByPosition
     ) -> tuple[ByPosition, ByPosition]:
         """Recomputes the island: tangents of its results, and all operands."""
-        recompute = self.cast.traces.made(_recomputation, self.unit, self.cast)
         inputs, originals = read.originals or (None, {})
+        found, results = {}, {}
         with _jaxpr.scope(self.unit.scope):
-            found, results = recompute(
-                read.island, read.outputs, read.saved, live, inputs
-            )
+            if self.unit.jaxpr.eqns:
+                recompute = self.cast.traces.made(_recomputation, self.unit, self.cast)
+                found, results = recompute(
+                    read.island, read.outputs, read.saved, live, inputs
+                )
             operands = results | self._copies_of(results) | read.saved
             operands |= self._passed(read.passed)
             originals = results | originals
@@ -262,15 +194,13 @@ class _Passes:
         return dict(enumerate(operands, len(self.unit.outputs)))
 
 
-def _rounding(
-    unit: Unit, cast: RecomputingInterpreter
-) -> Callable[[Var, jax.Array], jax.Array]:
+def _rounding(unit: Unit, cast: Casting) -> Callable[[Var, jax.Array], jax.Array]:
     """Returns a function that rounds the results of which all readers read one cast."""
     shared = {unit.results[i] for i in unit.places("is_shared")}
     return lambda v, x: cast.rounded(x) if v in shared else x
 
 
-def _recomputation(unit: Unit, cast: RecomputingInterpreter) -> Callable[..., Any]:
+def _recomputation(unit: Unit, cast: Casting) -> Callable[..., Any]:
     """Returns a function that recomputes the island of equal units, and moves it."""
     island, places = unit.jaxpr, {v: i for i, v in enumerate(unit.results)}
     softmaxes, rounded = softmaxes_of(island), _rounding(unit, cast)

@@ -14,12 +14,14 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from ... import _jaxpr
+from ..._autocast.casting import Notes
 from ..._autocast.derivatives import Traces, linear, live_of
 from ..._autocast.higher_order import Part
-from ..._autocast.interpreter import Interpreter, Notes, Values
+from ..._autocast.interpreter import Interpreter, Values
 from ..._autocast.marks import meet, tracing
 from ..._autocast.products import Product, becomes_half, sum_of_terms
 from ..._autocast.provenance import Origin
+from ..._autocast.recompute.plan import Unit
 from ..._jaxpr import JaxprEqn, NameStack, Program, Var
 from ..._policy import checked_half
 from ..._scaling.finite import all_finite
@@ -286,6 +288,7 @@ class Probe:
             traces=Traces(),
             notes=Notes(warned=set()),
             setting=setting,
+            recompute=False,
             flags=flags,
             met=self._cast,
         )
@@ -365,11 +368,11 @@ def _names(
     return tuple(chosen)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Flagged(Interpreter):
     """Evaluates each product in half precision where its flag is set."""
 
-    flags: Any = dataclasses.field(default=None, compare=False)  # bool[N], by group
+    flags: Any = dataclasses.field(compare=False)  # bool[N], by group
     # The numbers of the groups that it met.
     met: set[int] = dataclasses.field(default_factory=set, compare=False)
     rule: int = -1  # number of the call whose rule for derivatives this is
@@ -382,7 +385,11 @@ class _Flagged(Interpreter):
         nested = dataclasses.replace(self, rule=self._number(NameStack(), eqn))
         return Interpreter.within(nested, eqn, part_of)
 
-    def evaluate_product(self, product: Product, values: Values) -> jax.Array:
+    def evaluate_unit(self, unit: Unit, values: Values) -> None:
+        ((product, _),) = unit.products  # nothing is recomputed
+        self.add({product.result: self._evaluated(product, values)}, values)
+
+    def _evaluated(self, product: Product, values: Values) -> jax.Array:
         inputs = [values[v] for v in product.jaxpr.invars]
         number = self._number(product.scope, product.equation)
         self.met.add(number)

@@ -7,14 +7,33 @@ from autocast_programs import W, X
 
 from jmp_scale import _jaxpr, autocast
 from jmp_scale._autocast.derivatives import CAST
-from jmp_scale._autocast.provenance import Origin, Rules, read
+from jmp_scale._autocast.provenance import Origin, Rules, Step, read
 from jmp_scale._autocast.recompute.plan import Unit, make_plan
 
 
-def units_of(fun, *args):
+def plan_of(fun, *args, joins=True):
     origins, rules = [Origin.PARAMETER] * len(args), Rules(*[jnp.dtype("bfloat16")] * 2)
-    plan = make_plan(read(jax.make_jaxpr(fun)(*args), origins, rules))
-    return [part for part in plan if isinstance(part, Unit)]
+    return make_plan(read(jax.make_jaxpr(fun)(*args), origins, rules), joins=joins)
+
+
+def units_of(fun, *args):
+    return [part for part in plan_of(fun, *args) if isinstance(part, Unit)]
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_each_product_is_in_one_unit_and_without_islands_alone(joins):
+    def f(w, x):
+        y = x @ w
+        return jnp.tanh(y) @ w, jnp.sin(y) @ w.T, y.T @ y
+
+    plan = plan_of(f, W, X, joins=joins)
+    units = [part for part in plan if isinstance(part, Unit)]
+    assert sum(len(unit.products) for unit in units) == 4
+    assert not any(part.half_product for part in plan if isinstance(part, Step))
+    if not joins:
+        assert [(len(u.products), u.jaxpr.eqns) for u in units] == [(1, [])] * 4
+        others = [part.eqn.primitive.name for part in plan if isinstance(part, Step)]
+        assert sorted(others) == ["sin", "tanh"]
 
 
 def test_a_softmax_is_saved_that_the_next_product_reads():

@@ -18,14 +18,15 @@ import jax.extend.core.primitives
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var  # pyright: ignore[reportPrivateImportUsage]
 from jax.extend.source_info_util import NameStack
 from jax.interpreters import ad
 
 from ._types import PyTree
 
 Atom = Var | Literal
-Program = Jaxpr | ClosedJaxpr  # jax 0.12 has one kind only
+ClosedProgram = ClosedJaxpr
+Program = Jaxpr | ClosedProgram  # jax 0.12 has one kind only
 
 # What a size that is symbolic (`jax.export`) counts as: several, so that an axis of a
 # batch is not taken for one row, and a sum over it is small.

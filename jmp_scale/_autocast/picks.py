@@ -170,7 +170,7 @@ def _in_numpy(eqn: JaxprEqn, operands: Sequence[np.ndarray]) -> np.ndarray | Non
     if name == "broadcast_in_dim":
         own = params["broadcast_dimensions"]
         added = [d for d in range(len(shape)) if d not in own]
-        return np.broadcast_to(np.expand_dims(operands[0], added), shape)
+        return np.broadcast_to(np.expand_dims(operands[0], tuple(added)), shape)
     return _NUMPY[name](*operands).reshape(shape) if name in _NUMPY else None
 
 

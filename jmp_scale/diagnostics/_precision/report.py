@@ -9,8 +9,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.extend.core import ClosedJaxpr
 
+from ..._jaxpr import ClosedProgram
 from ..._policy import is_half
 from ..._state import find_half_storage
 from ..._tree import is_array, split_arrays
@@ -157,7 +157,7 @@ def precision_report(
     )
 
 
-def _trace(fun: Function, args: tuple[PyTree, ...]) -> tuple[ClosedJaxpr, PyTree]:
+def _trace(fun: Function, args: tuple[PyTree, ...]) -> tuple[ClosedProgram, PyTree]:
     """Returns the jaxpr of `fun(*args)`, and shapes and dtypes of its array results."""
     arrays, rejoin = split_arrays(args)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Var
 
 from ... import _jaxpr
 from ..._autocast.derivatives import CAST
@@ -30,7 +30,7 @@ class Walk:
 
     def __init__(
         self,
-        program: ClosedJaxpr,
+        program: _jaxpr.ClosedProgram,
         caller: Place,
         lost: list[SourceLine],
         differentiated: bool = False,

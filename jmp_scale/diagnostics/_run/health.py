@@ -171,7 +171,7 @@ def _causes(state: LossScaleState, steps: Steps | None) -> tuple[int, int]:
         return losses, int(state.skipped) - losses - int(state.spikes)
     last = slice(-int(state.skipped_in_a_row), None)
     spike, finite = steps["spike"][last], steps["loss_finite"][last]
-    return (~finite).sum(), (finite & ~spike).sum()
+    return int((~finite).sum()), int((finite & ~spike).sum())
 
 
 def _of_overflows(state: LossScaleState, s: float, losses: int) -> str | None:

@@ -327,12 +327,12 @@ def test_the_report_differentiates_only_the_trained_variables_of_an_optimizer():
 
     def report(transform):
         found = precision_report(loss, model, jnp.ones((2, 4)), transform=transform)
-        return [finding.message for finding in found.findings]
+        return [finding.cure for finding in found.findings]
 
     assert report(optimizer.value_and_grad) == []
-    (message,) = report(nnx.value_and_grad)
-    assert "frozen" in message
-    assert "transform=optimizer.value_and_grad" in message
+    (cure,) = report(nnx.value_and_grad)
+    assert "frozen" in cure
+    assert "transform=optimizer.value_and_grad" in cure
 
 
 def test_replicas_that_apply_a_step_keep_its_statistics():

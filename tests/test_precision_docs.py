@@ -70,7 +70,7 @@ def report(rule, name):
 @pytest.mark.parametrize("rule", PROGRAMS)
 def test_the_program_of_a_rule_has_its_fault_and_the_fixed_one_does_not(rule):
     findings = report(rule, "loss").findings
-    serious = [f for f in findings if f.severity != "note" or rule == "full-matmul"]
+    serious = [f for f in findings if f.level != "note" or rule == "full-matmul"]
     assert {f.rule for f in serious} == {rule}
-    assert ROWS[rule] in {f.severity for f in serious}
+    assert ROWS[rule] in {f.level for f in serious}
     assert report(rule, "fixed").findings == ()

@@ -111,7 +111,7 @@ def test_the_step_of_float16_keeps_gradients_and_skips_an_overflow(names):
     assert not found.problems, str(found)
     assert names["train_step"]._cache_size() == 1
     report = precision_report(half_loss, params, batch)
-    assert {finding.severity for finding in report.findings} <= {"note"}
+    assert report.ok, str(report)
 
 
 def test_the_program_of_float16_learns(capsys):

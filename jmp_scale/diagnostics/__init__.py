@@ -4,6 +4,7 @@
 """
 
 from .._public import name_module as _name_module
+from ._findings import Finding as Finding
 from ._precision.comparison import GradientComparison as GradientComparison
 from ._precision.comparison import LeafComparison as LeafComparison
 from ._precision.comparison import Window as Window
@@ -11,7 +12,6 @@ from ._precision.comparison import compare_gradients as compare_gradients
 from ._precision.report import Operation as Operation
 from ._precision.report import PrecisionReport as PrecisionReport
 from ._precision.report import precision_report as precision_report
-from ._precision.rules import Finding as Finding
 from ._precision.sensitivity import SensitiveProduct as SensitiveProduct
 from ._precision.sensitivity import SensitiveProducts as SensitiveProducts
 from ._precision.sensitivity import sensitive_products as sensitive_products

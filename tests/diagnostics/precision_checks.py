@@ -13,32 +13,35 @@ def line_of(function):
 
 
 def planted(*functions):
-    """(file, line, rule, severity) of every `# !rule` in the source of functions."""
+    """(line, rule, level) of every `# !rule` in the source of functions."""
     found = set()
     for function in functions:
         lines, first = inspect.getsourcelines(function)
         for line, text in enumerate(lines, first):
-            for rule, severity in re.findall(r"!(\w+-[\w-]+)(?::(\w+))?", text):
+            for rule, level in re.findall(r"!(\w+-[\w-]+)(?::(\w+))?", text):
                 usual = "error" if rule in ERRORS else "warning"
-                file = inspect.getsourcefile(function)
-                found.add((file, line, rule, severity or usual))
+                place = f"{inspect.getsourcefile(function)}:{line}"
+                found.add((place, rule, level or usual))
     return found
 
 
 def reported(report):
     """The same of the errors and warnings of a report."""
-    return {
-        (f.file, f.line, f.rule, f.severity)
-        for f in report.findings
-        if f.severity != "note"
-    }
+    findings = report.findings
+    return {(forward(f), f.rule, f.level) for f in findings if f.level != "note"}
+
+
+def forward(finding):
+    """The line of a finding, without the word that it is of the backward pass."""
+    return finding.where.removesuffix(" (backward)")
 
 
 def assert_finds(functions, fun, *args, **kwargs):
     """Everything planted in the functions is reported of `fun`, and nothing else."""
     report = precision_report(fun, *args, **kwargs)
     assert reported(report) == planted(*functions)
-    places = {(f.file, f.line, f.rule) for f in report.findings}
+    assert report.ok is (not reported(report))
+    places = {(forward(f), f.rule) for f in report.findings}
     assert len(report.findings) == len(places)
     assert report.not_looked_into == ()
     return report

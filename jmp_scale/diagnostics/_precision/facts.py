@@ -1,10 +1,13 @@
-"""What is known about the values and the work of a traced program, by equation."""
+"""What is known about the values of a traced program: a fact for each rule to read.
+
+A `Fact` has a field for each, and the function of the same name computes it from the
+facts of the operands.
+"""
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -38,24 +41,38 @@ _SLICE_GRADIENTS = words("dynamic_update_slice pad scatter scatter-add")
 _FLOATING = ("float", "bfloat", "complex")
 _NARROW = ("float16", "bfloat16", "float8", "float4")
 
+_FUNCTIONS: dict[str, Function] = {
+    "abs": np.abs,
+    "add": np.add,
+    "add_any": np.add,
+    "clamp": lambda low, x, high: np.clip(x, low, high),
+    "convert_element_type": np.positive,
+    "div": np.divide,
+    "max": np.maximum,
+    "min": np.minimum,
+    "mul": np.multiply,
+    "neg": np.negative,
+    "sqrt": np.sqrt,
+    "square": np.square,
+    "sub": np.subtract,
+    "tanh": np.tanh,
+}
+# The result consists of elements of the first operand, or of all of its dtype.
+_MOVES = (SAME_ENTRIES - _FUNCTIONS.keys()) | words("""
+    all_gather all_to_all cummax cummin cumsum pmax pmin ppermute real reduce_max
+    reduce_min reduce_window_max reduce_window_min reshard sort
+""")
+_JOINS = words("concatenate dynamic_update_slice pad scatter select_n stack")
+_SUMS = ("cumsum", "reduce_sum")
+# A sum with a number is a sum, but not its root.
+_KEEP_SUMS = words("add add_any convert_element_type div max min mul sub")
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Fact:
-    """Knowledge about the elements of an array."""
 
-    low: float = -INF  # no element is smaller
-    high: float = INF  # no element is larger
-    extreme: float = 0.0  # a constant that some are equal to, which float16 loses
-    # Result if the other operand is 0: eps for x + eps; None without a constant.
-    epsilon: float | None = None
-    summed: float = 0.0  # number of elements summed in float32, or two by two in half
-    rounded_in: str = ""  # the half dtype from which they were cast to more, or ""
-    maker: str = ""  # name of the operation that computed them
-    columns: "Sequence[Fact]" = ()  # of the parts that the last axis concatenates
-    varying: frozenset[Var] = frozenset()  # in the loops around, that it depends on
-    # The carries of which it is `a * carry + b`, with a number `a`
-    # and a `b` that does not depend on the carry; and the last addition of a `b`.
-    sums: "Mapping[Var, Equation | None]" = dataclasses.field(default_factory=dict)
+class Bounds(NamedTuple):
+    """Numbers between which all elements of an array are."""
+
+    low: float = -INF
+    high: float = INF
 
     @property
     def magnitude(self) -> float:
@@ -69,6 +86,46 @@ class Fact:
     def single(self) -> float | None:
         """The value of all elements, if they are known to be equal."""
         return self.low if self.low == self.high else None
+
+    def join(self, other: "Bounds") -> "Bounds":
+        return Bounds(min(self.low, other.low), max(self.high, other.high))
+
+
+class Growth(NamedTuple):
+    """How an array depends on a variable of a loop around it, such as a carry.
+
+    It is a sum if it is `a * carry + b`, with a number `a` and a `b` that does not
+    depend on the carry.
+    """
+
+    is_sum: bool = False
+    addition: "Equation | None" = None  # the last one of a `b`
+
+    def join(self, other: "Growth") -> "Growth":
+        if self.is_sum and other.is_sum:
+            return Growth(True, self.addition or other.addition)
+        return NOT_A_SUM
+
+
+NOT_A_SUM = Growth()
+_RANGES = dict.fromkeys(["erf", "sign", "sin", "cos"], Bounds(-1.0, 1.0))
+_RANGES["logistic"] = Bounds(0.0, 1.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fact:
+    """Knowledge about the elements of an array."""
+
+    bounds: Bounds
+    constant: float = 0.0  # a number that some are equal to, which float16 loses
+    # Result if the other operand is 0: eps for x + eps; None without a constant.
+    epsilon: float | None = None
+    summed: float = 0.0  # number of elements summed in float32, or two by two in half
+    # The half dtype in which they were held once, or "". Of several, each is of one of
+    # the arrays that the last axis joins.
+    rounded_in: tuple[str, ...] = ("",)
+    maker: str = ""  # name of the operation that computed them
+    growth: Mapping[Var, Growth] = dataclasses.field(default_factory=dict)
 
 
 class Equation(NamedTuple):
@@ -102,6 +159,22 @@ class Equation(NamedTuple):
         casts = self.name == "convert_element_type"
         return casts and is_wide(self.source) and is_half(self.result)
 
+    @property
+    def widens(self) -> bool:
+        """Whether it casts half precision to another type."""
+        casts = self.name == "convert_element_type"
+        return casts and is_half(self.source) and not is_half(self.result)
+
+    @property
+    def taken(self) -> Sequence[Fact]:
+        """Facts of the operands whose elements the result consists of."""
+        if self.name in _MOVES:
+            return self.ins[:1]
+        if self.name not in _JOINS:
+            return ()
+        pairs = zip(self.eqn.invars, self.ins, strict=True)
+        return [fact for v, fact in pairs if dtype_name(v) == self.result]
+
 
 def is_wide(dtype: str) -> bool:
     """Whether a dtype is float32 or float64."""
@@ -125,14 +198,18 @@ def is_lost(value: float, dtype: str = "float16") -> bool:
 
 
 def of_type(atom: Atom) -> Fact:
-    """Returns the fact of a variable's type: integer types and booleans have bounds."""
+    """Returns the fact of a variable of which only the type is known."""
+    return Fact(_bounds_of_type(atom))
+
+
+def _bounds_of_type(atom: Atom) -> Bounds:
     dtype = dtype_name(atom)
     if dtype == "bool":
-        return Fact(0.0, 1.0)
+        return Bounds(0.0, 1.0)
     if is_integer(dtype):
         limits = jnp.iinfo(dtype)
-        return Fact(float(limits.min), float(limits.max))
-    return Fact()
+        return Bounds(float(limits.min), float(limits.max))
+    return Bounds()
 
 
 def of_constant(atom: Atom, value: object) -> Fact:
@@ -141,141 +218,77 @@ def of_constant(atom: Atom, value: object) -> Fact:
     # A NaN is not between any bounds.
     if array is None or array.size == 0 or np.isnan(array).any():
         return of_type(atom)
-    low, high = float(array.min()), float(array.max())
     values = np.unique(array)
     few = values.tolist() if values.size <= _MOST_OF_A_MASK else ()
-    return Fact(low, high, extreme=next(filter(is_lost, few), 0.0))
+    lost = next(filter(is_lost, few), 0.0)
+    return Fact(Bounds(float(array.min()), float(array.max())), lost)
 
 
 def join(a: Fact, b: Fact) -> Fact:
-    """Returns the fact of an array whose elements are taken from either of two."""
-    return replace(
-        a,
-        low=min(a.low, b.low),
-        high=max(a.high, b.high),
-        extreme=a.extreme or b.extreme,
-        epsilon=None,
+    """Returns the fact of an array that is either of two, as of two branches."""
+    growth = {
+        v: a.growth.get(v, NOT_A_SUM).join(b.growth.get(v, NOT_A_SUM))
+        for v in {*a.growth, *b.growth}
+    }
+    return Fact(
+        bounds=a.bounds.join(b.bounds),
+        constant=a.constant or b.constant,
         summed=max(a.summed, b.summed),
-        rounded_in=a.rounded_in or b.rounded_in,
-        maker="",
-        columns=(),
-        sums={v: a.sums[v] or b.sums[v] for v in a.sums if v in b.sums},
+        rounded_in=(first_half([a, b]),),
+        growth=growth,
     )
 
 
 def transfer(equation: Equation) -> list[Fact]:
     """Returns the facts of the outputs of an equation without nested jaxprs."""
-    eqn, name, facts = equation.eqn, equation.name, equation.ins
-    rule = _RULES.get(name, lambda eqn, *facts: of_type(eqn.outvars[0]))
-    if len(eqn.outvars) != 1:
-        return [of_type(v) for v in eqn.outvars]
-    maker = facts[0].maker if name in SAME_ENTRIES else name
-    fact = replace(rule(eqn, *facts), maker=maker, sums=_sums(equation))
-    half = _rounded_in(equation)
-    # The dtype represents all integers in these bounds.
-    is_exact = fact.magnitude <= DISTINCT_INTEGERS.get(half, 0)
-    return [replace(fact, rounded_in="" if is_exact else half)]
-
-
-def _rounded_in(equation: Equation) -> str:
-    """Returns the half dtype in which floats were held that became these numbers."""
-    name, ins = equation.name, equation.ins
-    casts = name == "convert_element_type" and not is_half(equation.result)
-    if casts and is_half(equation.source):
-        return equation.source
-    if name in SAME_ENTRIES:
-        ins = ins[:1]  # not the indices of a gather
-    elif not (name in _ROUNDS or is_integer(equation.result)):
-        return ""
-    return next((fact.rounded_in for fact in ins if fact.rounded_in), "")
-
-
-def _sums(equation: Equation) -> dict[Var, Equation | None]:
-    """Returns the carries that the result is a sum of, as `Fact` defines them."""
-    pairs = [*zip(equation.eqn.invars, equation.ins, strict=True)]
-    found = {}
-    for carry in frozenset[Var]().union(*(fact.sums for fact in equation.ins)):
-        parts = [fact.sums for fact in equation.ins if carry in fact.varying]
-        others = [(v, fact) for v, fact in pairs if carry not in fact.varying]
-        if _is_linear(equation, others) and all(carry in part for part in parts):
-            last = next((part[carry] for part in parts if part[carry]), None)
-            found[carry] = equation if others and equation.name in _ADDITIONS else last
-    return found
-
-
-def _is_linear(equation: Equation, others: Sequence[tuple[Atom, Fact]]) -> bool:
-    """Whether an operation adds to inputs, moves them, or takes them times a number."""
-    (out,) = equation.eqn.outvars
-    match equation.name:
-        case "add" | "add_any" | "sub":
-            # A gradient of `x[i]` is added to other elements each time.
-            return all(fact.maker not in _SLICE_GRADIENTS for _, fact in others)
-        case "scatter-add":
-            return not equation.ins[1].varying  # else to other elements each time
-        case "mul" | "div":
-            if len(others) != 1:
-                return False
-            factor, _ = others[0]
-            is_divisor = factor is equation.eqn.invars[1]
-            # A decay rate is one number, whereas the gate of an LSTM is an array.
-            is_number = is_literal(factor) or 1 == size(factor) < size(out)
-            return is_number and (is_divisor or equation.name == "mul")
-    return equation.name in SAME_ENTRIES | {"neg", "select_n"}
-
-
-# Bounds, extremes, epsilons and sums.
-
-
-def _computed(fun: Function, eqn: JaxprEqn, *facts: Fact) -> Fact:
-    """Returns the fact of a function of numbers."""
-    (out,) = eqn.outvars
-    fact = _bounds(fun, eqn, facts)
-    arrays = [f for f in facts if f.single is None]
-    if fact is None:
-        return of_type(out)
-    if not arrays:
-        return replace(fact, extreme=_if_lost(fact.low))
-    if len(arrays) > 1 or is_integer(dtype_name(out)):
-        return fact
-    (x,) = arrays
-
-    def value_at(number: float) -> float:
-        found = _results(fun, out, ([number] if f is x else [f.low] for f in facts))
-        return float(found[0]) if found.size else INF
-
-    number = eqn.invars[-1] if x is facts[0] else eqn.invars[0]
-    epsilon = _epsilon(eqn.primitive.name, x, is_scalar=shape(number) == ())
-    is_cast = eqn.primitive.name == "convert_element_type"
-    is_sum = is_wide(dtype_name(out)) and (len(facts) == 2 or is_cast)
-    return replace(
-        fact,
-        extreme=_if_lost(value_at(x.extreme)) if x.extreme else 0.0,
-        epsilon=None if epsilon is None else value_at(epsilon),
-        summed=abs(value_at(x.summed)) if x.summed and is_sum else 0.0,
+    if len(equation.eqn.outvars) != 1:
+        return [of_type(v) for v in equation.eqn.outvars]
+    bounds = _bounds(equation)
+    fact = Fact(
+        bounds=bounds,
+        constant=_constant(equation, bounds),
+        epsilon=_epsilon(equation),
+        summed=_summed(equation),
+        rounded_in=_rounded_in(equation, bounds),
+        maker=equation.ins[0].maker if equation.name in SAME_ENTRIES else equation.name,
+        growth=_growth(equation),
     )
+    return [fact]
 
 
-def _bounds(fun: Function, eqn: JaxprEqn, facts: Sequence[Fact]) -> Fact | None:
-    """Returns the least and the greatest value of a function; None without bounds."""
-    (out,) = eqn.outvars
-    divides_by_zero = eqn.primitive.name == "div" and facts[1].low < 0 <= facts[1].high
-    if divides_by_zero or not dtype_name(out).startswith(_NUMBERS):
+def _bounds(equation: Equation) -> Bounds:
+    """Returns bounds of the result: of a function of numbers, or of what it takes."""
+    eqn, name, (out,) = equation.eqn, equation.name, equation.eqn.outvars
+    known = [fact.bounds for fact in equation.taken]
+    if name in _SUMS:
+        low, high = equation.ins[0].bounds
+        count = max(entries_added(eqn), 1)
+        known.append(Bounds(low * count, high * count))
+    elif name == "iota":
+        known.append(Bounds(0.0, shape(out)[eqn.params["dimension"]] - 1.0))
+    elif name in _RANGES:
+        known.append(_RANGES[name])
+    elif (applied := _applied(equation)) is not None:
+        fun, ins = applied
+        ends = _results(fun, out, [_ends(fact.bounds) for fact in ins])
+        known += [Bounds(float(ends[0]), float(ends[-1]))] if ends.size else []
+    return functools.reduce(Bounds.join, known) if known else _bounds_of_type(out)
+
+
+def _applied(equation: Equation) -> tuple[Function, Sequence[Fact]] | None:
+    """Returns a function of numbers and its operands, if the equation computes one."""
+    eqn, name, ins = equation.eqn, equation.name, equation.ins
+    if not equation.result.startswith(_NUMBERS):
         return None
-    ends = _results(fun, out, map(_ends, facts))
-    return Fact(float(ends[0]), float(ends[-1])) if ends.size else None
-
-
-def _epsilon(name: str, x: Fact, is_scalar: bool) -> float | None:
-    """Returns the epsilon in `x` once an operation with another number has run."""
-    if x.epsilon is None:
-        return 0.0 if is_scalar and name in ("add", "max") else None
-    if name == "sqrt" and x.epsilon == 0:
-        return None  # reported at the root, and so not at a division by it
-    return x.epsilon
-
-
-def _if_lost(value: float) -> float:
-    return value if is_lost(value) else 0.0
+    if name == "integer_pow":
+        exponent = eqn.params["y"]
+        # No rule needs bounds of 1/x.
+        return (lambda x: x**exponent, ins) if exponent >= 2 else None
+    if name == "mul" and eqn.invars[0] is eqn.invars[1]:
+        return np.square, ins[:1]
+    if name == "div" and ins[1].bounds.low < 0 <= ins[1].bounds.high:
+        return None
+    return (_FUNCTIONS[name], ins) if name in _FUNCTIONS else None
 
 
 def _results(
@@ -285,26 +298,73 @@ def _results(
     grid = np.meshgrid(*(np.array([*numbers], float) for numbers in operands))
     with np.errstate(all="ignore"):
         exact = fun(*grid)
-    dtype, limits = dtype_name(out), of_type(out)
+    dtype, limits = dtype_name(out), _bounds_of_type(out)
     found = np.trunc(exact) if is_integer(dtype) else rounded(exact, dtype)
     return np.unique(found[~np.isnan(found)]).clip(limits.low, limits.high)
 
 
-def _ends(x: Fact) -> set[float]:
+def _ends(x: Bounds) -> set[float]:
     """Returns numbers that include the extremes of a function of `x`."""
     return {x.low, x.high, 0.0} if x.may_be_zero else {x.low, x.high}
 
 
-def _mul(eqn: JaxprEqn, x: Fact, y: Fact) -> Fact:
-    if eqn.invars[0] is eqn.invars[1]:
-        return _computed(np.square, eqn, x)
-    return _computed(np.multiply, eqn, x, y)
+def _image(
+    equation: Equation, number_of: Callable[[Fact], float | None]
+) -> float | None:
+    """Returns what a number in the only array among the operands becomes.
+
+    None without a function of one array and numbers, or without a number in it.
+    """
+    applied = None if is_integer(equation.result) else _applied(equation)
+    if applied is None:
+        return None
+    fun, ins = applied
+    arrays = [fact for fact in ins if fact.bounds.single is None]
+    number = number_of(arrays[0]) if len(arrays) == 1 else None
+    if number is None:
+        return None
+    operands = ([number] if f is arrays[0] else [f.bounds.low] for f in ins)
+    found = _results(fun, equation.eqn.outvars[0], operands)
+    return float(min(found, default=INF))
 
 
-def _add(eqn: JaxprEqn, x: Fact, y: Fact) -> Fact:
-    fact = _computed(np.add, eqn, x, y)
-    is_sum = is_half(dtype_name(eqn.outvars[0]))
-    return replace(fact, summed=summed_in_half(x, y)) if is_sum else fact
+def _constant(equation: Equation, bounds: Bounds) -> float:
+    """Returns a constant in the result that float16 loses, or 0."""
+    if equation.taken:
+        return next((f.constant for f in equation.taken if f.constant), 0.0)
+    number = bounds.single if _applied(equation) else None
+    if number is None:
+        number = _image(equation, lambda x: x.constant or None) or 0.0
+    return number if is_lost(number) else 0.0
+
+
+def _epsilon(equation: Equation) -> float | None:
+    """Returns the constant that was added to another number, or None."""
+    if equation.taken:
+        return equation.taken[0].epsilon if len(equation.taken) == 1 else None
+    if equation.name in ("add", "max"):
+        first, second = zip(equation.eqn.invars, equation.ins, strict=True)
+        number, _ = second if first[1].bounds.single is None else first
+        start = 0.0 if shape(number) == () else None
+        return _image(equation, lambda x: start if x.epsilon is None else x.epsilon)
+    if equation.name == "sqrt" and equation.ins[0].epsilon == 0:
+        return None  # reported at the root, and so not at a division by it
+    return _image(equation, lambda x: x.epsilon)
+
+
+def _summed(equation: Equation) -> float:
+    """Returns how many elements of float32, or two by two of half, are added up."""
+    eqn, name, ins = equation.eqn, equation.name, equation.ins
+    if name == "add" and is_half(equation.result):
+        return summed_in_half(*ins)
+    if name in _SUMS and is_wide(equation.result):
+        return max(ins[0].summed, 1.0) * max(entries_added(eqn), 1)
+    # A sum that is broadcast to an array is part of another computation.
+    if name in _MOVES and size(eqn.outvars[0]) > size(eqn.invars[0]):
+        return 0.0
+    if name in _KEEP_SUMS and is_wide(equation.result):
+        return abs(_image(equation, lambda x: x.summed or None) or 0.0)
+    return max((fact.summed for fact in equation.taken), default=0.0)
 
 
 def summed_in_half(x: Fact, y: Fact) -> float:
@@ -315,73 +375,68 @@ def summed_in_half(x: Fact, y: Fact) -> float:
     return max(x.summed, 1.0) + max(y.summed, 1.0)
 
 
-def _power(eqn: JaxprEqn, x: Fact) -> Fact:
-    exponent = eqn.params["y"]
-    if exponent < 2:  # no rule needs bounds of 1/x
-        return Fact()
-    return _computed(lambda x: x**exponent, eqn, x)
+def _rounded_in(equation: Equation, bounds: Bounds) -> tuple[str, ...]:
+    """Returns the half dtypes in which floats were held that became these numbers."""
+    name, ins, halves = equation.name, equation.ins, ("",)
+    if equation.widens:
+        halves = (equation.source,)
+    elif _joins_columns(equation.eqn):
+        halves = tuple(first_half([fact]) for fact in ins)
+    elif name in SAME_ENTRIES:
+        halves = ins[0].rounded_in  # not those of the indices of a gather
+    elif name in _ROUNDS or is_integer(equation.result):
+        halves = (first_half(ins),)
+    # The dtype represents all integers in these bounds.
+    exact = [bounds.magnitude <= DISTINCT_INTEGERS.get(half, 0) for half in halves]
+    return tuple("" if e else half for half, e in zip(halves, exact, strict=True))
 
 
-def _moved(eqn: JaxprEqn, x: Fact, *rest: Fact) -> Fact:
-    # A sum that is broadcast to an array is part of another computation.
-    spread = size(eqn.outvars[0]) > size(eqn.invars[0])
-    return replace(x, summed=0.0) if spread else x
+def _joins_columns(eqn: JaxprEqn) -> bool:
+    """Whether it joins arrays along the last axis, such as indices of several axes."""
+    last = len(shape(eqn.outvars[0])) - 1
+    return eqn.primitive.name == "concatenate" and eqn.params["dimension"] == last
 
 
-def _joined(eqn: JaxprEqn, *facts: Fact) -> Fact:
-    """Returns the fact of elements that are taken from operands, except indices."""
-    dtype = dtype_name(eqn.outvars[0])
-    pairs = zip(eqn.invars, facts, strict=True)
-    return functools.reduce(join, [f for v, f in pairs if dtype_name(v) == dtype])
+def first_half(facts: Iterable[Fact]) -> str:
+    """Returns the first half dtype in which some of the elements were held, or ""."""
+    return next((half for fact in facts for half in fact.rounded_in if half), "")
 
 
-def _concatenated(eqn: JaxprEqn, *facts: Fact) -> Fact:
-    """Returns the fact of joined arrays, such as the indices of several axes."""
-    is_last = eqn.params["dimension"] == len(shape(eqn.outvars[0])) - 1
-    return replace(_joined(eqn, *facts), columns=facts if is_last else ())
+def _growth(equation: Equation) -> dict[Var, Growth]:
+    """Returns how the result depends on each variable of the loops around."""
+    variables = dict.fromkeys(v for fact in equation.ins for v in fact.growth)
+    return {v: _growth_with(equation, v) for v in variables}
 
 
-def _sum(eqn: JaxprEqn, x: Fact) -> Fact:
-    count = max(entries_added(eqn), 1)
-    wide = is_wide(dtype_name(eqn.outvars[0]))
-    summed = max(x.summed, 1.0) * count if wide else 0.0
-    return Fact(x.low * count, x.high * count, summed=summed)
+def _growth_with(equation: Equation, v: Var) -> Growth:
+    pairs = [*zip(equation.eqn.invars, equation.ins, strict=True)]
+    parts = [fact.growth[v] for _, fact in pairs if v in fact.growth]
+    others = [(atom, fact) for atom, fact in pairs if v not in fact.growth]
+    grown = functools.reduce(Growth.join, parts)
+    if not (grown.is_sum and _is_linear(equation, others)):
+        return NOT_A_SUM
+    is_addition = others and equation.name in _ADDITIONS
+    return Growth(True, equation) if is_addition else grown
 
 
-_FUNCTIONS: dict[str, Function] = {
-    "abs": np.abs,
-    "add_any": np.add,
-    "clamp": lambda low, x, high: np.clip(x, low, high),
-    "convert_element_type": np.positive,
-    "div": np.divide,
-    "max": np.maximum,
-    "min": np.minimum,
-    "neg": np.negative,
-    "sqrt": np.sqrt,
-    "square": np.square,
-    "sub": np.subtract,
-    "tanh": np.tanh,
-}
-_CHOICES = words(
-    "all_gather all_to_all cummax cummin pmax pmin ppermute real reduce_max reduce_min "
-    "reduce_window_max reduce_window_min reshard sort"
-)
-_JOINS = words("dynamic_update_slice pad scatter select_n stack")
-
-_RULES: dict[str, Callable[..., Fact]] = {
-    **dict.fromkeys(SAME_ENTRIES | _CHOICES, _moved),
-    **{name: functools.partial(_computed, fun) for name, fun in _FUNCTIONS.items()},
-    **dict.fromkeys(_JOINS, _joined),
-    **dict.fromkeys(["erf", "sign", "sin", "cos"], lambda eqn, x: Fact(-1.0, 1.0)),
-    "add": _add,
-    "concatenate": _concatenated,
-    "cumsum": lambda eqn, x: join(_sum(eqn, x), x),
-    "iota": lambda eqn: Fact(0.0, shape(eqn.outvars[0])[eqn.params["dimension"]] - 1.0),
-    "integer_pow": _power,
-    "logistic": lambda eqn, x: Fact(0.0, 1.0),
-    "mul": _mul,
-    "reduce_sum": _sum,
-}
+def _is_linear(equation: Equation, others: Sequence[tuple[Atom, Fact]]) -> bool:
+    """Whether an operation adds to inputs, moves them, or takes them times a number."""
+    (out,) = equation.eqn.outvars
+    match equation.name:
+        case "add" | "add_any" | "sub":
+            # A gradient of `x[i]` is added to other elements each time.
+            return all(fact.maker not in _SLICE_GRADIENTS for _, fact in others)
+        case "scatter-add":
+            return not equation.ins[1].growth  # else to other elements each time
+        case "mul" | "div":
+            if len(others) != 1:
+                return False
+            factor, _ = others[0]
+            is_divisor = factor is equation.eqn.invars[1]
+            # A decay rate is one number, whereas the gate of an LSTM is an array.
+            is_number = is_literal(factor) or 1 == size(factor) < size(out)
+            return is_number and (is_divisor or equation.name == "mul")
+    return equation.name in SAME_ENTRIES | {"neg", "select_n"}
 
 
 def entries_added(eqn: JaxprEqn) -> int:

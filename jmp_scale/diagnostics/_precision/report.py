@@ -16,13 +16,15 @@ from ..._state import find_half_storage
 from ..._tree import is_array, split_arrays
 from ..._types import Function, PyTree
 from .._backward import Loss
+from .._findings import LEVELS, Finding, Told, are_notes, findings_of, summary_of
 from .._source import Place, begin_user_code, place_of_caller, place_of_function
 from .._tables import printed, table
 from .facts import Equation, SourceLine, flops, is_narrow, operand_dtypes
-from .rules import SEVERITIES, Finding, finding_at, full_matmuls, location
+from .rules import RULES, Fault, full_matmuls, largest_instead
 from .walk import Walk
 
 _REPORTS = itertools.count()
+_BACKWARD = " (backward)"
 
 
 class Operation(NamedTuple):
@@ -50,6 +52,7 @@ class PrecisionReport(NamedTuple):
 
     Attributes:
       findings: one for each line and rule, in the order of the program, forward first.
+        A finding within a library names its line too.
       operations: what runs in which dtype, most matrix work first.
       half_share: share of the FLOPs of matrix products and convolutions, forward and
         backward, whose operands are half precision, from 0 to 1; 0 if there are none.
@@ -62,26 +65,25 @@ class PrecisionReport(NamedTuple):
     half_share: float
     not_looked_into: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def ok(self) -> bool:
+        """Whether there is nothing above a note."""
+        return are_notes(self.findings)
+
     def summary(self) -> str:
-        """Returns the findings in a compiler's format, and matrix work by dtype."""
-        lines = [finding.summary() for finding in self.findings]
-        for primitive, line in self.not_looked_into:
-            lines.append(f"{line}: note: {primitive} was not looked into.")
-        severities = [f.severity for f in self.findings]
-        counts = [(severities.count(s), s) for s in reversed(SEVERITIES)]
-        parts = [f"{n} {s}{'s' if n > 1 else ''}" for n, s in counts if n]
-        lines.append(", ".join(parts) or "No findings.")
+        """Returns the findings, and the matrix work by dtype."""
+        details = [f"Not looked into: {' at '.join(x)}." for x in self.not_looked_into]
         rows = [("operation", "operands", "runs", "share")]
-        for row in self.operations:
-            if row.flops:
-                numbers = str(row.executions), f"{100 * row.share:.1f} %"
-                rows.append((row.primitive, row.dtype, *numbers))
-        if not rows[1:]:
-            return "\n".join([*lines, "No matrix products or convolutions."])
-        lines.append(
-            f"{100 * self.half_share:.1f} % of the matrix work is half precision:"
-        )
-        return "\n".join([*lines, *table(rows, names=2)])
+        for row in filter(lambda row: row.flops, self.operations):
+            numbers = str(row.executions), f"{100 * row.share:.1f} %"
+            rows.append((row.primitive, row.dtype, *numbers))
+        if rows[1:]:
+            share = f"{100 * self.half_share:.1f} %"
+            details.append(f"{share} of the matrix work is half precision:")
+            details += table(rows, names=2)
+        else:
+            details.append("No matrix products or convolutions.")
+        return summary_of("No line loses precision.", self.findings, *details)
 
 
 def precision_report(
@@ -147,14 +149,9 @@ def precision_report(
         # autocast left products in float32 on purpose, so the user need not cast them.
         *(() if forward.autocasts else full_matmuls(backward.operations)),
     ]
-    half = sum(row.flops for row in operations if is_narrow(row.dtype))
-    unread = [e for e in forward.unread if "debug" not in e.name]
-    return PrecisionReport(
-        tuple(_one_per_line(found)),
-        operations,
-        half / max(sum(row.flops for row in operations), 1),
-        tuple(dict.fromkeys((e.name, location(e.line)) for e in unread)),
-    )
+    findings = tuple(_one_per_line(findings_of(RULES, map(_told, found))))
+    share = _half_share(operations)
+    return PrecisionReport(findings, operations, share, _not_looked_into(forward))
 
 
 def _trace(fun: Function, args: tuple[PyTree, ...]) -> tuple[ClosedProgram, PyTree]:
@@ -183,46 +180,57 @@ def _noting_lost_constants() -> Iterator[tuple[list[SourceLine], list[SourceLine
         yield lines["overflow"], lines["underflow"]
 
 
-# Rules for a whole program.
-
-
-def _half_parameters(gradients: PyTree, place: Place) -> Iterator[Finding]:
+def _half_parameters(gradients: PyTree, place: Place) -> Iterator[Fault]:
     """Finds parameters in half precision, by the dtypes of their gradients."""
     pairs = jax.tree.leaves_with_path(gradients)
     halves = [(path, leaf) for path, leaf in pairs if is_half(str(leaf.dtype))]
-    if not halves:
-        return
-    path, dtype = jax.tree_util.keystr(halves[0][0]), str(halves[0][1].dtype)
-    count = f"{len(halves)} arrays" if halves[1:] else "an array"
-    first = f", {path}" if path else ""
-    message = (
-        f"the parameters are {dtype} ({count}{first}), so that small updates round to "
-        "nothing; keep float32 parameters and cast them inside the loss, wrap the "
-        "optimizer in with_half_storage (and pass its opt_state), or, if they are "
-        "frozen, differentiate the trained ones alone (in NNX by "
-        "transform=optimizer.value_and_grad)"
-    )
-    yield finding_at(place, "half-parameters", "error", message, dtype)
+    if halves:
+        path, dtype = jax.tree_util.keystr(halves[0][0]), str(halves[0][1].dtype)
+        count = f"{len(halves)} arrays" if halves[1:] else "an array"
+        first = f", {path}" if path else ""
+        values = {"dtype": dtype, "count": count, "first": first}
+        yield Fault("half-parameters", place, False, values)
 
 
-def _half_loss(loss: PyTree, place: Place) -> Iterator[Finding]:
+def _half_loss(loss: PyTree, place: Place) -> Iterator[Fault]:
     """Finds a loss in half precision."""
     dtype = str(getattr(loss, "dtype", ""))  # Python numbers have no dtype
     if is_half(dtype):
-        text = f"the loss is returned in {dtype}; cast to float32 before the last mean"
-        yield finding_at(place, "half-loss", "warning", text, dtype)
+        yield Fault("half-loss", place, False, {"dtype": dtype})
 
 
-def _overflowing_constants(forward: Walk, lines: list[SourceLine]) -> Iterator[Finding]:
+def _overflowing_constants(forward: Walk, lines: list[SourceLine]) -> Iterator[Fault]:
     """Finds constants that were already infinite when they entered the trace."""
     # The trace says where such a constant is used, if at all, not where it is created.
     for dtype in sorted(forward.infinite):
-        message = (
-            f"a constant becomes infinite in {dtype}; use jnp.finfo({dtype}).min or "
-            ".max, or compute this in float32"
-        )
+        values = {"what": "A constant", "held": "infinite", "dtype": dtype}
+        values["cure"] = largest_instead(dtype)
         for line in filter(any, lines):
-            yield finding_at(Place(*line), "half-constant", "error", message, dtype)
+            yield Fault("half-constant", Place(*line), False, values)
+
+
+def _told(fault: Fault) -> Told:
+    """Returns what the finding of a fault says; it names a library's line too."""
+    place = fault.place
+    library = f" (in {place.library})" if place.library else ""
+    where = _location(place) + (_BACKWARD if fault.backward else "")
+    return fault.rule, where, {**fault.values, "library": library}
+
+
+def _location(place: Place) -> str:
+    return f"{place.file}:{place.line}" if place.file else ""
+
+
+def _half_share(operations: Iterable[Operation]) -> float:
+    half = sum(row.flops for row in operations if is_narrow(row.dtype))
+    return half / max(sum(row.flops for row in operations), 1)
+
+
+def _not_looked_into(forward: Walk) -> tuple[tuple[str, str], ...]:
+    """Returns names and lines of operations whose inside is not known."""
+    pairs = [(e.name, _location(e.place())) for e in forward.unread]
+    known = {(name, line or "an unknown line"): None for name, line in pairs}
+    return tuple(pair for pair in known if "debug" not in pair[0])
 
 
 def _operations(equations: Iterable[Equation]) -> tuple[Operation, ...]:
@@ -238,11 +246,13 @@ def _operations(equations: Iterable[Equation]) -> tuple[Operation, ...]:
     return tuple(sorted(table, key=lambda row: (-row.flops, row.primitive, row.dtype)))
 
 
-def _one_per_line(found: list[Finding]) -> Iterator[Finding]:
+def _one_per_line(found: Iterable[Finding]) -> Iterator[Finding]:
     """Yields the worst finding of each line and rule, in the order of the first."""
     groups: dict[object, list[Finding]] = {}
     for f in found:
-        groups.setdefault((f.file, f.line, f.rule), []).append(f)
+        line = f.where.removesuffix(_BACKWARD)
+        groups.setdefault((line, f.rule), []).append(f)
     for group in groups.values():
-        worst = max(group, key=lambda f: SEVERITIES.index(f.severity))
-        yield worst._replace(backward=all(f.backward for f in group))
+        worst = min(group, key=lambda f: LEVELS.index(f.level))
+        # A line that errs in both passes is wrong forward.
+        yield worst._replace(where=min((f.where for f in group), key=len))

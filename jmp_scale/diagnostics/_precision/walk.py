@@ -13,8 +13,18 @@ from ..._jaxpr import Atom, Loop, Program, bare, dtype_name, open_jaxpr
 from ..._policy import is_half
 from ..._types import PyTree
 from .._source import Place, place_of
-from .facts import Equation, Fact, SourceLine, join, of_constant, of_type, transfer
-from .rules import Finding, faults, half_carry
+from .facts import (
+    NOT_A_SUM,
+    Equation,
+    Fact,
+    Growth,
+    SourceLine,
+    join,
+    of_constant,
+    of_type,
+    transfer,
+)
+from .rules import Fault, faults, half_carry
 
 # These primitives have a jaxpr of scalars that combines two elements.
 _COMBINE = ("reduce", "scatter", "select_and", "arg")
@@ -35,7 +45,7 @@ class Walk:
         lost: list[SourceLine],
         differentiated: bool = False,
     ):
-        self.found: list[Finding] = []
+        self.found: list[Fault] = []
         self.operations: list[Equation] = []
         self.unread: list[Equation] = []  # opaque operations
         self.infinite: set[str] = set()  # half dtypes of constants that are infinite
@@ -61,10 +71,10 @@ class Walk:
 
         for eqn in inner.eqns:
             ins = [fact_of(atom) for atom in eqn.invars]
-            varying = frozenset[Var]().union(*(fact.varying for fact in ins))
+            read = dict.fromkeys((v for fact in ins for v in fact.growth), NOT_A_SUM)
             outs = self._pass(eqn, ins, outer)
             for variable, out in zip(eqn.outvars, outs, strict=True):
-                known[variable] = replace(out, varying=varying)
+                known[variable] = replace(out, growth={**read, **out.growth})
         return [fact_of(atom) for atom in inner.outvars]
 
     def _constant(self, atom: Atom, value: PyTree) -> Fact:
@@ -94,15 +104,18 @@ class Walk:
         outs = transfer(equation)
         if not outs or (self._differentiated and not equation.backward):
             return outs
-        # The place is found last, because finding it for all would take minutes.
-        starts = outs[0].epsilon == 0 and all(f.epsilon is None for f in equation.ins)
-        firsts = equation.ins if equation.name == "max" else equation.ins[:1]
-        is_usual = starts and any(fact.single == 0 for fact in firsts)
-        if is_usual and equation.line not in self._lost:
-            # `0 + x` is Python's `sum([x])`, `max(x, 0)` is a relu: no lost epsilon.
+        if outs[0].epsilon == 0 and self._is_no_epsilon(equation):
             outs = [replace(outs[0], epsilon=None)]
         self.found.extend(faults(equation))
         return outs
+
+    def _is_no_epsilon(self, equation: Equation) -> bool:
+        """Whether a 0 begins Python's `sum([x])`, or a relu, and is no lost epsilon."""
+        firsts = equation.ins if equation.name == "max" else equation.ins[:1]
+        begins = all(fact.epsilon is None for fact in equation.ins)
+        is_usual = begins and any(fact.bounds.single == 0 for fact in firsts)
+        # The place is found last, because finding it for all would take minutes.
+        return is_usual and equation.line not in self._lost
 
     def _nested(self, equation: Equation, programs: list[Program]) -> list[Fact]:
         eqn, name = equation.eqn, equation.name
@@ -122,15 +135,14 @@ class Walk:
         end = loop.consts + loop.carry
         scanned = zip(ins[end:], bare(loop.body).invars[end:], strict=True)
         # Facts about the first carry (a zero) do not hold in other iterations.
-        starts = [
-            replace(of_type(v), varying=frozenset([v]), sums={v: None})
-            for v in loop.carries
+        starts = [replace(of_type(v), growth={v: Growth(True)}) for v in loop.carries]
+        slices = [
+            replace(fact, growth={**fact.growth, v: NOT_A_SUM}) for fact, v in scanned
         ]
-        slices = [replace(fact, varying=fact.varying | {v}) for fact, v in scanned]
         outs = self._run(loop.body, [*ins[: loop.consts], *starts, *slices], equation)
         if equation.backward or not self._differentiated:
             for carry, out in zip(loop.carries, outs, strict=False):
-                addition = out.sums.get(carry)
-                self.found.extend(half_carry(carry, addition, loop, equation.backward))
+                growth = out.growth.get(carry, NOT_A_SUM)
+                self.found.extend(half_carry(carry, growth, loop, equation.backward))
         ends = [join(a, b) for a, b in zip(starts, outs, strict=False)]
-        return [replace(fact, sums={}) for fact in [*ends, *outs[loop.carry :]]]
+        return [replace(fact, growth={}) for fact in [*ends, *outs[loop.carry :]]]

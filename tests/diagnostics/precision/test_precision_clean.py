@@ -39,7 +39,7 @@ def array(*shape, dtype="float32"):
 
 def assert_clean(fun, *args, half_share=1.0, **kwargs):
     report = precision_report(fun, *args, **kwargs)
-    assert [f for f in report.findings if f.severity != "note"] == []
+    assert [f for f in report.findings if f.level != "note"] == []
     assert report.not_looked_into == ()
     if half_share == 1.0:
         assert report.findings == ()

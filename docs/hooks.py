@@ -9,6 +9,7 @@ import json
 import logging
 import pathlib
 import re
+import tomllib
 
 import yaml
 from mkdocs.exceptions import PluginError
@@ -98,6 +99,17 @@ PARTS = re.compile(
     r"|<code>(?P<name>[\w.]+)</code>",
     re.DOTALL,
 )
+
+
+def on_config(config):
+    """The site's address and the repository's are those of pyproject.toml, if known."""
+    project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
+    urls = project["urls"]
+    if "/OWNER/" not in urls["Repository"]:
+        config.site_url = f"{urls['Documentation']}/"
+        config.repo_url = urls["Repository"]
+        config.repo_name = config.site_name
+    return config
 
 
 def on_files(files, config, **_):

@@ -8,7 +8,9 @@ it, in both passes:
 picked[row] = sum(where(arange(size) == label[row], x[row], 0))
 ```
 
-Its value is the gather's, except that -0.0 becomes 0.0.
+Its value is the gather's, except that -0.0 becomes 0.0. Proven is that every index but
+one counts the rows, as a batch of the gather does, or a column whose values are known
+and `jnp.arange`. Every mode of a gather has its own value and gradient out of bounds.
 """
 
 import functools
@@ -36,7 +38,7 @@ _NUMPY: dict[str, Callable[..., np.ndarray]] = {
     "lt": np.less,
     "reshape": np.array,
     "squeeze": np.array,
-    "select_n": lambda which, no, yes: np.where(which, yes, no),
+    "select_n": lambda which, *cases: np.choose(which, cases, mode="clip"),
 }
 
 
@@ -47,7 +49,8 @@ class Pick(NamedTuple):
     column: int  # of the indices, in their last dimension: the labels
     # Dimensions of the labels: those of the array's other axes, then any of size 1.
     dimensions: tuple[int, ...]
-    fill: float | None  # out of bounds; None: the nearest entry
+    mode: str  # what is out of bounds: see `picked`
+    fill: float
     shape: tuple[int, ...]  # of the result
 
 
@@ -92,15 +95,9 @@ def _pick_of(
         return None  # another dimension of the indices repeats a row
     (axis,) = picked
     shape = _dims(eqn.outvars[0])
-    return Pick(axis, columns[axis], (*dimensions,), _fill_of(eqn), shape)
-
-
-def _fill_of(gather: JaxprEqn) -> float | None:
-    """Returns what is gathered out of bounds; None: the nearest entry."""
-    if gather.params["mode"].name != "FILL_OR_DROP":
-        return None
-    fill = gather.params["fill_value"]
-    return np.nan if fill is None else fill
+    mode, fill = eqn.params["mode"].name, eqn.params["fill_value"]
+    fill = np.nan if fill is None else fill
+    return Pick(axis, columns[axis], (*dimensions,), mode, fill, shape)
 
 
 def _counted(
@@ -156,36 +153,49 @@ def _computed(
         return None
     eqn = maker_of(v)
     if eqn is None:
-        return _jaxpr.constant(constants.get(v) if isinstance(v, Var) else v.val)
+        value = _jaxpr.constant(constants.get(v) if isinstance(v, Var) else v.val)
+        return None if value is None else value.astype(_jaxpr.dtype_of(v))
     values = [_computed(each, maker_of, constants) for each in eqn.invars]
     operands = [value for value in values if value is not None]
     return _in_numpy(eqn, operands) if len(operands) == len(values) else None
 
 
 def _in_numpy(eqn: JaxprEqn, operands: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Computes an equation as indices are computed; None if it is another one."""
-    name, params, shape = eqn.primitive.name, eqn.params, _dims(eqn.outvars[0])
+    """Computes an equation as indices are computed; None if it is another one.
+
+    Its dtype is the equation's, in which a count of many rows may wrap.
+    """
+    name, params, (result,) = eqn.primitive.name, eqn.params, eqn.outvars
+    shape, dtype = _dims(result), _jaxpr.dtype_of(result)
     if name == "iota":
-        return np.indices(shape)[params["dimension"]]
+        return np.indices(shape)[params["dimension"]].astype(dtype)
     if name == "broadcast_in_dim":
         own = params["broadcast_dimensions"]
         added = [d for d in range(len(shape)) if d not in own]
         return np.broadcast_to(np.expand_dims(operands[0], tuple(added)), shape)
-    return _NUMPY[name](*operands).reshape(shape) if name in _NUMPY else None
+    found = _NUMPY[name](*operands) if name in _NUMPY else None
+    return None if found is None else found.reshape(shape).astype(dtype)
 
 
 def picked(x: jax.Array, indices: jax.Array, pick: Pick) -> jax.Array:
-    """Picks entries of `x`, whose derivative saves the indices alone."""
+    """Picks entries of `x`, whose derivative saves the indices alone.
+
+    Out of bounds it is the nearest entry, with its gradient if the mode is CLIP, and
+    without one if it is PROMISE_IN_BOUNDS. FILL_OR_DROP has a value of its own.
+    """
     rows = [n for axis, n in enumerate(x.shape) if axis != pick.axis]
     size = x.shape[pick.axis]
     labels = indices[..., pick.column].transpose(pick.dimensions).reshape(rows)
-    labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
+    if labels.dtype.itemsize < np.dtype("int32").itemsize:
+        labels = labels.astype("int32")
     is_inside = (labels >= 0) & (labels < size)
-    if pick.fill is None:
+    if pick.mode != "FILL_OR_DROP":
         labels = jnp.clip(labels, 0, size - 1)
     found = linear(functools.partial(_entries, axis=pick.axis), labels, x)
-    if pick.fill is not None:
-        found = jnp.where(is_inside, found, pick.fill)
+    if pick.mode != "CLIP":
+        is_filled = pick.mode == "FILL_OR_DROP"
+        outside = pick.fill if is_filled else jax.lax.stop_gradient(found)
+        found = jnp.where(is_inside, found, outside)
     order = np.argsort(pick.dimensions)
     shape = [indices.shape[d] for d in pick.dimensions]
     return found.reshape(shape).transpose(order).reshape(pick.shape)

@@ -135,17 +135,32 @@ def test_a_loss_has_the_value_and_gradient_of_its_gather(name, recompute):
 OUT_OF_BOUNDS = jnp.asarray([-100, -SIZE - 1, -SIZE, -1, SIZE - 1, SIZE, 300, 2])
 
 
-OPTIONS = {"mode": "clip"}, {"mode": "fill"}, {"mode": "fill", "fill_value": 3.0}
-LABELED = by_name(
-    [*zip(OPTIONS, ("uint8", "int32", "int32"), strict=True)],
-    itertools.product(OPTIONS, ("int32", "uint8", "int8")),
+WAYS = {
+    "rows": lambda x, y, **options: x.at[COUNT, y].get(**options),
+    "columns": lambda x, y, **options: x.T.at[y, COUNT].get(**options),
+    "vmap": lambda x, y, **options: jax.vmap(lambda x, y: x.at[y].get(**options))(x, y),
+    "along": lambda x, y, mode=None, **options: jnp.take_along_axis(
+        x, y[:, None], 1, mode=mode, **options
+    ),
+    "slice": lambda x, y, **_: jax.vmap(lax.dynamic_index_in_dim)(x, y),
+}
+OPTIONS = [{"mode": mode} for mode in ("clip", "fill", "promise_in_bounds", None)]
+OPTIONS += [{"mode": "fill", "fill_value": 3.0}]
+ROWS_OF_MODES = [
+    (*row, dtype)
+    for row, dtype in zip(
+        itertools.product(WAYS, OPTIONS),
+        itertools.cycle(("int32", "uint8", "int16", "uint32")),
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("way", "options", "dtype"), by_name(ROWS_OF_MODES[::6], ROWS_OF_MODES)
 )
-
-
-@pytest.mark.parametrize(("options", "dtype"), LABELED)
-def test_labels_out_of_bounds_are_those_of_the_mode(options, dtype):
+def test_labels_out_of_bounds_are_those_of_the_mode(way, options, dtype):
     def picked(x, y):
-        return x.at[COUNT, y].get(**options)
+        return WAYS[way](x, y, **options)
 
     def loss(x, y):
         return jnp.sum(jnp.nan_to_num(picked(x, y)) ** 2)
@@ -156,6 +171,16 @@ def test_labels_out_of_bounds_are_those_of_the_mode(options, dtype):
     half = jax.jit(autocast(of_logits(picked), "bfloat16"))
     np.testing.assert_array_equal(half(*args), of_logits(picked)(*args))
     assert not gathered(autocast(of_logits(loss), "bfloat16"), *args)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", slow("int16"), slow("uint32")])
+def test_labels_of_any_integers_need_no_promotion(dtype):
+    def loss(x, y):
+        return jnp.sum(jax.vmap(lambda row, label: row[label])(log_softmax(x), y))
+
+    args = B, LABELS.astype(dtype), H, W
+    with jax.numpy_dtype_promotion("strict"):
+        assert_equal(autocast(of_logits(loss), "bfloat16"), of_logits(loss), args)
 
 
 def test_infinite_logits_of_a_mask_reach_no_other_entry():
@@ -181,6 +206,18 @@ KEPT = {
     ),
     "one axis": lambda x, y, h: jnp.sum(x[0][y]),
     "rows that repeat": lambda x, y, h: jnp.sum(x[COUNT // 2, y]),
+    "rows of another order": lambda x, y, h: jnp.sum(x[COUNT[::-1], y] * (1 + COUNT)),
+    "rows that start later": lambda x, y, h: jnp.sum(x[COUNT + 1, y] * (1 + COUNT)),
+    "rows that wrap": lambda x, y, h: jnp.sum(
+        jnp.tile(x, (40, 1))[jnp.arange(320).astype("uint8"), jnp.tile(y, 40)]
+        * jnp.arange(320)
+    ),
+    "rows that an input shifts": lambda x, y, h: jnp.sum(x[COUNT + 0 * y, y]),
+    "all labels of each row": lambda x, y, h: jnp.sum(x[COUNT[:, None], y[None]] ** 2),
+    "a diagonal": lambda x, y, h: jnp.sum(x[:, :8][COUNT, COUNT] * y),
+    "a diagonal of a cube": lambda x, y, h: jnp.sum(
+        (x[:, :8, None] * x[:, None])[COUNT, COUNT, y]
+    ),
 }
 
 

@@ -14,8 +14,8 @@ from _harness import PACKAGES
 from clocked import SO_FAR
 from compilers import figures
 
+from jmp_scale._cpu import has_bfloat16_units, processor_name
 from jmp_scale._machine import versions
-from jmp_scale._processor import has_bfloat16_units, processor_name
 from jmp_scale.diagnostics._timing import seconds_of
 
 CONTROL = " beside itself"  # the first program's name goes before

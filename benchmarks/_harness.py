@@ -16,8 +16,8 @@ from _tables import Table as Table
 from tqdm import tqdm
 
 import jmp_scale
+from jmp_scale._cpu import processor_name
 from jmp_scale._machine import versions
-from jmp_scale._processor import processor_name
 from jmp_scale.diagnostics._timing import Ratio, seconds_of
 
 PACKAGES = "jax jaxlib libtpu jax-cuda12-plugin optax flax jmp mixed-precision-for-JAX"

@@ -12,7 +12,7 @@ import jax
 
 from . import __version__
 from . import _machine as machine
-from ._processor import has_bfloat16_units, processor_name
+from ._cpu import has_bfloat16_units, processor_name
 from .diagnostics._timing import Comparison, compare, markdown
 
 _SEND = (

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jmp_scale import __main__ as command
+from jmp_scale import _cpu as processor
 from jmp_scale import _machine as machine
-from jmp_scale import _processor as processor
 from jmp_scale.diagnostics import _timing as timing
 from jmp_scale.diagnostics._timing import (
     CONTROL,

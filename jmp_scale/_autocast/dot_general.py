@@ -13,13 +13,11 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 from jax.typing import DTypeLike
 
-from .. import _jaxpr
+from .. import _cpu, _jaxpr
+from .._cpu import Dimensions
 from .._jaxpr import JaxprEqn
 from .._jaxpr_rewrite import with_products
 from .._policy import is_half
-from .._processor import has_bfloat16_units
-
-Dimensions = lax.DotDimensionNumbers
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
@@ -42,25 +40,34 @@ def wide_dot_general(
         preferred_element_type=jnp.float32,
         out_sharding=out_sharding,
     )
-    return _by_platform(product, lhs, rhs).astype(dtype)
+    return _lowered_by_platform(product, lhs, rhs).astype(dtype)
 
 
-# Not all platforms take a product of half-precision numbers with a float32 result, or
-# the algorithm that a program names. So such products are a primitive, of the same name
-# and parameters, that each platform lowers in its own way; its rules are JAX's.
+# Not all platforms take a product of half-precision numbers with a float32 result, the
+# algorithm that a program names, or a transpose behind a product. So such products are
+# a primitive, of the same name and parameters, that each platform lowers in its own
+# way; its rules are JAX's.
 _JAXS = jax.extend.core.primitives.dot_general_p
 _OWN = jax.extend.core.Primitive("dot_general")
 
 
+def by_platform(eqn: JaxprEqn) -> JaxprEqn:
+    """Lets each platform lower a matrix product in its own way."""
+    return eqn.replace(primitive=_OWN) if eqn.primitive is _JAXS else eqn
+
+
 def with_algorithms_by_platform(eqn: JaxprEqn) -> JaxprEqn:
-    """Leaves out the algorithm that a product names where a platform lacks it."""
+    """Leaves out the algorithm that a product names where a platform lacks it.
+
+    JAX's attention names one for float16, with which it does not run on a CPU.
+    """
 
     def names_one(eqn: JaxprEqn) -> bool:
         is_dot = eqn.primitive is _JAXS
         return is_dot and _is_algorithm(eqn.params["precision"])
 
     def own(product: JaxprEqn) -> JaxprEqn:
-        return product.replace(primitive=_OWN) if names_one(product) else product
+        return by_platform(product) if names_one(product) else product
 
     if any(map(names_one, (eqn, *_jaxpr.equations_within(eqn)))):
         return with_products(eqn, own)
@@ -71,11 +78,11 @@ def _is_algorithm(precision: object) -> bool:
     return isinstance(precision, (lax.DotAlgorithm, lax.DotAlgorithmPreset))
 
 
-def _by_platform(fun: Any, *args: jax.Array) -> jax.Array:
+def _lowered_by_platform(fun: Any, *args: jax.Array) -> jax.Array:
     """Runs `fun`, whose products each platform lowers in its own way."""
     inner, consts = _jaxpr.open_jaxpr(jax.make_jaxpr(fun)(*args))
-    own = [e.replace(primitive=_OWN) if e.primitive is _JAXS else e for e in inner.eqns]
-    (result,) = _jaxpr.evaluate_all(inner.replace(eqns=own), args, consts)
+    own = inner.replace(eqns=[*map(by_platform, inner.eqns)])
+    (result,) = _jaxpr.evaluate_all(own, args, consts)
     return result
 
 
@@ -119,7 +126,7 @@ def _transposed(cotangent: jax.Array, *operands: Any, **params: Any) -> jax.Arra
         return _product_in_order(cotangent, known, unknown, side, params)
 
     is_explicit = AxisType.Explicit in unknown.sharding.mesh.axis_types
-    return _by_platform(jaxs if is_explicit else in_order, cotangent, known)
+    return _lowered_by_platform(jaxs if is_explicit else in_order, cotangent, known)
 
 
 def _product_in_order(
@@ -163,61 +170,21 @@ def _batched(
     if all(each is None for each in axes):
         return _OWN.bind(*operands, **params), None
     product = functools.partial(_JAXS.bind, **params)
-    return _by_platform(jax.vmap(product, axes), *operands), 0
+    return _lowered_by_platform(jax.vmap(product, axes), *operands), 0
 
 
 def _plain(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     """Multiplies as an accelerator does, where numbers of two dtypes are float32."""
-    pair = (lhs, rhs) if lhs.dtype == rhs.dtype else _in_float32(lhs, rhs)
-    return _JAXS.bind(*pair, **params)
-
-
-def _in_float32(*arrays: jax.Array) -> list[jax.Array]:
-    return [x.astype(jnp.float32) for x in arrays]
+    if lhs.dtype != rhs.dtype:
+        lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
+    return _JAXS.bind(lhs, rhs, **params)
 
 
 def _on_cpu(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
-    """Multiplies on the matrix units of a CPU for bfloat16, elsewhere in float32."""
+    """Multiplies without the algorithm that a program names: a CPU has none."""
     if _is_algorithm(params["precision"]):
         params["precision"] = None
-    if params["preferred_element_type"] != jnp.float32:
-        return _JAXS.bind(lhs, rhs, **params)
-    if has_bfloat16_units() and lhs.dtype == rhs.dtype == jnp.bfloat16:
-        split = in_halves(lhs, rhs, params["dimension_numbers"])
-        if split is not None:
-            *pair, params["dimension_numbers"] = split
-            # Else a transpose of the program is folded into the product, which then
-            # has a form that the compiler's runtime does not take.
-            return lax.optimization_barrier(_JAXS.bind(*pair, **params))
-    return _JAXS.bind(*_in_float32(lhs, rhs), **params)
-
-
-def in_halves(
-    lhs: jax.Array, rhs: jax.Array, dimensions: Dimensions
-) -> tuple[jax.Array, jax.Array, Dimensions] | None:
-    """Returns a product that contracts two dimensions or more; None if there is none.
-
-    XLA:CPU makes canonical, for its matrix units, only products that contract several
-    dimensions. One that contracts a single dimension contracts its two halves instead.
-    """
-    contracted, batch = dimensions
-    places = [i for i, d in enumerate(contracted[0]) if lhs.shape[d] != 1]
-    if len(places) > 1:
-        return lhs, rhs, dimensions
-    size = lhs.shape[contracted[0][places[0]]] if places else 1
-    if not isinstance(size, int) or size < 4 or size % 2:
-        return None
-    (place,) = places
-    pair, numbers = [], []
-    for x, own, of_batch in zip((lhs, rhs), contracted, batch, strict=True):
-        d = own[place]
-        shape = *x.shape[:d], 2, x.shape[d] // 2, *x.shape[d + 1 :]
-        pair.append(x.reshape(shape))
-        own = [e + (e > d) for e in own]
-        own.insert(place + 1, d + 1)
-        numbers.append(((*own,), tuple(e + (e > d) for e in of_batch)))
-    left, right = lax.optimization_barrier((pair[0], pair[1]))
-    return left, right, (*zip(*numbers, strict=True),)  # pyright: ignore
+    return _cpu.multiply(lhs, rhs, **params)
 
 
 _OWN.def_impl(_on_cpu)

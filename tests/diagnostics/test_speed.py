@@ -10,7 +10,7 @@ import pytest
 import jmp_scale
 from jmp_scale import _machine as machine
 from jmp_scale import diagnostics
-from jmp_scale._processor import has_bfloat16_units
+from jmp_scale._cpu import has_bfloat16_units
 
 pytestmark = pytest.mark.usefixtures("few_calls")
 

@@ -153,7 +153,7 @@ def _others(clock: Clock, sizes: Sizes) -> None:
     for name, model in {
         "mlp-gelu": catalog.mlp([width] * (layers + 1), rows, jax.nn.gelu),
         "mlp-relu": catalog.mlp([width] * (layers + 1), rows, jax.nn.relu),
-        "resnet50-stage3": resnet._replace(options={"share_casts": True}),
+        "resnet50-stage3": resnet,
         "lstm": lstm(*sizes.lstm),
     }.items():
         _gradients(clock, name, model, _usual(model))

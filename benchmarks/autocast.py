@@ -59,7 +59,7 @@ def _returning_half(model: Model, half: Any) -> Any:
 
 def by_autocast(model: Model, half: Any, checkpointed: bool = False, **options: Any):
     loss = by_hand(model, None, checkpointed)
-    return jmp_scale.autocast(loss, half, **model.options, **options)
+    return jmp_scale.autocast(loss, half, **options)
 
 
 # Losses of a model and a dtype. A checkpoint is around each block.

@@ -26,7 +26,6 @@ MODELS = {
     "MLP, relu": "mlp-relu",
     "MLP-Mixer": "mixer8",
     "ResNet-50": "resnet50-stage3",
-    "ResNet-50, stage 3, `share_casts=True`": "resnet50-stage3",
 }
 STEPS = {
     "AdamW": (r"(?<!and )AdamW alone, f32 .* 100 leaves", "f32"),

@@ -33,12 +33,10 @@ class Model(NamedTuple):
       init: parameters and batch of a key; `jax.eval_shape` gives their types.
       loss: f32[] of (parameters, batch, dtype, checkpointed). The dtype None leaves the
         parameters as they are; each block is in a `jax.checkpoint` if checkpointed.
-      options: of `autocast`.
     """
 
     init: Callable[[jax.Array], tuple[Any, Any]]
     loss: Callable[..., jax.Array]
-    options: Any = {}  # noqa: RUF012
 
 
 @dataclasses.dataclass(frozen=True)

@@ -214,7 +214,6 @@ def _tokens(sizes: Transformer, key: jax.Array) -> Any:
 
 
 STAGE_3 = [((256, 1, 1), (256, 3, 1 if at else 2), (1024, 1, 1)) for at in range(6)]
-RESNET = resnet((32, 28, 28, 512), None, STAGE_3, 1000)
 BASIC = [((8 * n, 3, 1 if n == 1 else 2), (8 * n, 3, 1)) for n in (1, 2, 4)]
 TINY = Transformer(6, 32, 4, 50, 16, 2)
 GPT = functools.partial(Transformer, vocabulary=8192)
@@ -223,7 +222,7 @@ GPT = functools.partial(Transformer, vocabulary=8192)
 LARGE = {
     "mlp-gelu": mlp([4096] * 9, 8192, jax.nn.gelu),
     "mlp-relu": mlp([4096] * 9, 8192, jax.nn.relu),
-    "resnet50-stage3": RESNET._replace(options={"share_casts": True}),
+    "resnet50-stage3": resnet((32, 28, 28, 512), None, STAGE_3, 1000),
     "mixer8": mixer(8, 64, 256, 768),
     "gpt12-scan": transformer(GPT(12), scanned=True),
     "gpt12-scan-host": transformer(GPT(12), scanned=True, policy=models.ON_THE_HOST),

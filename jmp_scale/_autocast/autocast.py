@@ -40,7 +40,6 @@ def autocast(
     backward: DTypeLike | None = None,
     recompute: bool = True,
     keep_float32: Collection[str] = (),
-    share_casts: bool = False,
     float32_results: Collection[str] = (),
 ) -> F:
     """Returns `fun` with its matrix products and convolutions in half precision.
@@ -81,8 +80,6 @@ def autocast(
         `jax.checkpoint`, around or within, saves half-precision arrays with either.
       keep_float32: names of what stays float32: functions in which a product is traced,
         scopes, modules, and places such as "costs.py:560".
-      share_casts: whether what a product reads is cast once, and all later operations
-        read the cast array, as in a cast by hand. For a ResNet's stream.
       float32_results: names, as in `keep_float32`, of products that have half-precision
         operands and a float32 result: the logits of a language model, say. Their
         gradients are those of any product.
@@ -111,8 +108,7 @@ def autocast(
       dtype('float32')
     """
     require_function("autocast", fun)
-    for name, value in (("recompute", recompute), ("share_casts", share_casts)):
-        require_bool("autocast", name, value)
+    require_bool("autocast", "recompute", recompute)
     forward = checked_half("dtype", dtype)
     back = forward if backward is None else checked_half("backward", backward)
     names = checked_names("keep_float32", keep_float32)
@@ -140,7 +136,6 @@ def autocast(
             float32_results=wide,
             traces=Traces(),
             notes=notes,
-            share_casts=bool(share_casts),
             setting=setting,
             recompute=bool(recompute),
         )

@@ -54,11 +54,6 @@ class Casting:
         """Whether the backward pass has another range than the forward pass."""
         return self.forward != self.backward
 
-    def rounded(self, x: jax.Array) -> jax.Array:
-        """Rounds `x` and its cotangent to half precision, once for all readers."""
-        dtypes = self.backward, self.forward
-        return with_value(*(x.astype(d).astype(x.dtype) for d in dtypes))
-
     def in_backward(self, x: jax.Array, copy: jax.Array) -> jax.Array:
         """Returns a copy in the backward pass's dtype, which is differentiated as `x`.
 

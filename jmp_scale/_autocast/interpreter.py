@@ -47,7 +47,6 @@ class Interpreter(Casting):
     """Evaluates programs. Equal ones share traces of equal programs."""
 
     names: frozenset[str]  # of `keep_float32=`
-    share_casts: bool = False
     float32_results: frozenset[str] = frozenset()
     # Precision of products that stay float32 and have none of their own.
     setting: str | None = None
@@ -89,15 +88,12 @@ class Interpreter(Casting):
             self.backward,
             self._is_exempt,
             self._has_float32_result,
-            self.share_casts,
             self.in_loop,
         )
         reading = read(jaxpr, origins, rules, stored)
         found = Values(reading)
         for v, x in inputs.items():
             found.put(v, x)
-            if v in reading.shared:
-                found[v] = self.rounded(found[v])
         for v, x in reading.constants.items():
             found.put(v, Stored.of(x) if v in reading.stored else x)
         self.evaluate_steps(found)
@@ -156,15 +152,10 @@ class Interpreter(Casting):
         values.casts[v, dtype] = saved
         return saved.astype(x.dtype)
 
-    def _shared(self, v: Var, x: Any, values: Values) -> Any:
-        """Returns a value, rounded if all operations read the cast of it."""
-        return self.rounded(x) if v in values.reading.shared else x
-
     def _in_own_dtype(self, product: Product, values: Values) -> jax.Array:
         inputs = [values[v] for v in product.jaxpr.invars]
         with _jaxpr.scope(product.scope):
-            result = product.forward(product.dtype or self.forward, *inputs)
-        return self._shared(product.result, result, values)
+            return product.forward(product.dtype or self.forward, *inputs)
 
     def operand(self, v: Var, values: Values) -> jax.Array:
         """Returns the array to which products pass the gradient of an operand."""
@@ -200,16 +191,14 @@ class Interpreter(Casting):
 
     def _as_traced(self, step: Step, values: Values) -> Sequence[jax.Array]:
         """Evaluates an equation as it is, or one whose nested jaxprs hold products."""
-        eqn, is_call = step.eqn, step.kind == "call"
-        results = self._call(eqn, values) if is_call else None
-        if results is None:
-            inputs = self._inputs(eqn, values)
-            if _jaxpr.subjaxprs(eqn):
-                inputs = [*map(_with_cotangent_of_its_dtype, inputs)]
-            eqn = with_algorithms_by_platform(with_precision(eqn, self.setting))
-            results = _jaxpr.evaluate(eqn, inputs)
-        pairs = zip(eqn.outvars, results, strict=True)
-        return [self._shared(v, x, values) for v, x in pairs]
+        eqn = step.eqn
+        if step.kind == "call" and (results := self._call(eqn, values)) is not None:
+            return results
+        inputs = self._inputs(eqn, values)
+        if _jaxpr.subjaxprs(eqn):
+            inputs = [*map(_with_cotangent_of_its_dtype, inputs)]
+        eqn = with_algorithms_by_platform(with_precision(eqn, self.setting))
+        return _jaxpr.evaluate(eqn, inputs)
 
     def _moved(self, eqn: JaxprEqn, values: Values) -> Stored:
         """Moves both arrays of a stored one."""

@@ -118,7 +118,6 @@ class Rules(NamedTuple):
     # keeps the result of a product float32.
     is_exempt: Callable[[JaxprEqn], bool] = never
     has_float32_result: Callable[[JaxprEqn], bool] = never
-    share_casts: bool = False  # all operations read the cast of what a product reads
     in_loop: bool = False  # whether the program is the body of a loop
 
 
@@ -145,15 +144,9 @@ class Reading:
         for eqn in self.jaxpr.eqns:
             self._add(self._step(self._with_rounding(self._without_name(eqn))))
         self._drop_unread_steps()
-        # Float32 variables whose half-precision copies are exact, and of these the ones
-        # of which all operations read one cast.
+        # Float32 variables whose half-precision copies are exact.
         products = [step.half_product for step in self.steps if step.half_product]
         self.halves = {p.result for p in products if not p.has_float32_result}
-        self.shared: set[Var] = set()
-        if self.rules.share_casts:
-            operands = {v for product in products for v in product.operands}
-            self.shared = {*filter(self.is_data, operands)} - self.halves
-            self.halves |= self.shared
 
     def _add(self, step: Step) -> None:
         self.steps.append(step)

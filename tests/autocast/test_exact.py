@@ -11,7 +11,7 @@ import pytest
 from autocast_checks import jit_with_roundings
 from autocast_hostile import HOSTILE, W, X, rms
 from autocast_programs import PROGRAMS
-from helpers import by_name, slow
+from helpers import by_name
 from jax import export
 
 from jmp_scale import autocast
@@ -23,7 +23,6 @@ MODES = {
     "float16": ("float16", {}),
     "bfloat16": ("bfloat16", {}),
     "mixed": ("float16", {"backward": "bfloat16"}),
-    "shared": ("bfloat16", {"share_casts": True}),
 }
 # A softmax's derivative reads the probabilities that the next product read.
 SOFTMAX = "attention softmax scores"
@@ -58,7 +57,7 @@ QUICK = [("carry_of_7e6", "float16"), ("attention_that_keeps_its_scores", "float
 QUICK += [("softmax_by_hand", "bfloat16"), ("softmax_and_a_rule", "bfloat16")]
 QUICK += [("softmax_beside_one_that_a_sine_reads", "mixed")]
 QUICK += [("softmax_of_two_axes", "bfloat16")]
-QUICK += [("loss_of_a_gradient", "shared")]  # which has a product that nobody reads
+QUICK += [("loss_of_a_gradient", "bfloat16")]  # it has a product that nobody reads
 
 
 @pytest.mark.parametrize(
@@ -69,14 +68,13 @@ def test_recompute_changes_no_value_and_no_gradient(name, mode):
     assert_exact(name, *ALL[name], mode)
 
 
-@pytest.mark.parametrize("share", [False, slow(True)])
-def test_all_machines_compute_the_same(share):
+def test_all_machines_compute_the_same():
     def loss(w, x):
         h = x + jax.nn.gelu(x @ w) @ w
         return jnp.mean((jax.nn.softmax(rms(h) @ w) @ w + h) ** 2)
 
     def operations(platform):
-        half = autocast(loss, "bfloat16", share_casts=share)
+        half = autocast(loss, "bfloat16")
         text = export.export(jax.jit(jax.grad(half)), platforms=[platform])(W, X)
         line = r"stablehlo\.(\w+).*?(->.*|: \S+)(?: loc\(.*)$"
         found = re.findall(line, text.mlir_module(), re.M)

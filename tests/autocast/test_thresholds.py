@@ -21,11 +21,10 @@ pytestmark = [
 
 
 STAGE_3 = catalog.STAGE_3[:2]
-RESNET = catalog.resnet((32, 28, 28, 512), None, STAGE_3, 1000)
 MODELS = {
     "transformer": models.transformer(models.Transformer(layers=1, batch=2)),
     "mixer": catalog.mixer(1, 64, 256, 768),
-    "ResNet": RESNET._replace(options={"share_casts": True}),
+    "ResNet": catalog.resnet((32, 28, 28, 512), None, STAGE_3, 1000),
 }
 
 
@@ -37,7 +36,7 @@ def figures(name):
     def loss(params, batch):
         return model.loss(params, batch, None, False)
 
-    half = jmp_scale.autocast(loss, "bfloat16", **model.options)
+    half = jmp_scale.autocast(loss, "bfloat16")
     lowered = jax.jit(jax.value_and_grad(half)).lower(*args)
     compiled = lowered.compile(compiler_options=compilers.AS_WRITTEN)
     return compilers.figures(compiled, target)

@@ -38,7 +38,6 @@ class Output(NamedTuple):
     """What a result of an island is for."""
 
     is_data: bool  # the gradients of all products that read it are added in half
-    is_shared: bool  # all operations read one cast of it
     # Its half-precision copy is a residual, which products read.
     is_saved_in_half: bool
     is_softmax: bool  # the island's derivative reads this copy, too
@@ -394,7 +393,6 @@ class _Units:
     def _output(self, v: Var, choice: Choice, sums: Collection[Var]) -> Output:
         return Output(
             is_data=self._reading.is_data(v),
-            is_shared=v in self._reading.shared,
             is_saved_in_half=v in choice.saved_in_half,
             is_softmax=v in choice.softmaxes,
             is_saved=v in sums or v in choice.streams,

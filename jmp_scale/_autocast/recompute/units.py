@@ -99,8 +99,7 @@ class _Passes:
     def evaluate(self, read: UnitInputs) -> UnitResults:
         """Computes the results of the island and of the products."""
         with _jaxpr.scope(self.unit.scope):
-            rounded = _rounding(self.unit, self.cast)
-            results = _jaxpr.evaluate_all(self.unit.jaxpr, read.island, change=rounded)
+            results = _jaxpr.evaluate_all(self.unit.jaxpr, read.island)
             outputs = dict(enumerate(results))
             halves = self._copies_of(outputs)
         operands = outputs | halves | self._passed(read.passed_copies)
@@ -194,16 +193,10 @@ class _Passes:
         return dict(enumerate(operands, len(self.unit.outputs)))
 
 
-def _rounding(unit: Unit, cast: Casting) -> Callable[[Var, jax.Array], jax.Array]:
-    """Returns a function that rounds the results of which all readers read one cast."""
-    shared = {unit.results[i] for i in unit.places("is_shared")}
-    return lambda v, x: cast.rounded(x) if v in shared else x
-
-
 def _recomputation(unit: Unit, cast: Casting) -> Callable[..., Any]:
     """Returns a function that recomputes the island of equal units, and moves it."""
     island, places = unit.jaxpr, {v: i for i, v in enumerate(unit.results)}
-    softmaxes, rounded = softmaxes_of(island), _rounding(unit, cast)
+    softmaxes = softmaxes_of(island)
     read_by_products = {i for each in unit.products for i in each.places}
     is_read = unit.copied | read_by_products.intersection(places.values())
 
@@ -235,7 +228,7 @@ def _recomputation(unit: Unit, cast: Casting) -> Callable[..., Any]:
             values = dict(zip(island.invars, changed, strict=True))
 
             def replace(v: Var, x: jax.Array) -> jax.Array:
-                values[v] = rounded(v, x)
+                values[v] = x
                 return with_saved(values, v)
 
             results = _jaxpr.evaluate_all(island, changed, change=replace)

@@ -49,16 +49,27 @@ class UnitResults(NamedTuple):
     saved: ByPosition  # half-precision copies of results of the island
 
 
+class IslandResiduals(NamedTuple):
+    """What an island is recomputed from."""
+
+    inputs: Arrays  # copies of its inputs
+    outputs: ByPosition  # results that are saved as they are
+    saved: ByPosition  # half-precision copies of results
+
+
+class Originals(NamedTuple):
+    """The float32 arrays of which residuals are copies."""
+
+    inputs: Arrays  # of the island
+    operands: ByPosition  # of products, except those that the island recomputes
+
+
 class Residuals(NamedTuple):
     """What the backward pass of a unit reads."""
 
-    island: Arrays  # copies of the inputs of the island
+    island: IslandResiduals
     passed: Arrays  # copies of operands that the island does not compute
-    outputs: ByPosition  # results of the island that are saved as they are
-    saved: ByPosition  # half-precision copies of results of the island
-    # If the backward pass has a dtype of its own: the float32 arrays of which these are
-    # copies, which are inputs of the island and operands of products.
-    originals: tuple[Arrays, ByPosition] | None
+    originals: Originals | None  # if the backward pass has a dtype of its own
 
 
 def function_of(
@@ -72,15 +83,15 @@ def function_of(
         return passes.evaluate(read)
 
     def derivative(
-        results: UnitResults, args: tuple[UnitInputs], moves: tuple[UnitInputs]
+        results: UnitResults, args: tuple[UnitInputs], directions: tuple[UnitInputs]
     ) -> UnitResults:
         cast.note_derivative()
         residuals = passes.residuals(results, *args)
-        found, moved = linear(tangents, residuals, passes.live(*moves))
+        of_island, of_products = linear(tangents, residuals, passes.live(*directions))
         return UnitResults(
-            island=_or_zeros(results.island, found),
-            products=_or_zeros(results.products, moved),
-            saved=_or_zeros(results.saved, found),
+            island=_or_zeros(results.island, of_island),
+            products=_or_zeros(results.products, of_products),
+            saved=_or_zeros(results.saved, of_island),
         )
 
     return with_derivative(forward, derivative)
@@ -113,72 +124,66 @@ class _Passes:
 
     def residuals(self, results: UnitResults, read: UnitInputs) -> Residuals:
         """Returns what the forward pass saves."""
+        outputs = {i: results.island[i] for i in self.unit.places("is_saved")}
         operands = {i: results.island[i] for i in results.saved}
-        operands |= self._passed(read.passed)
+        originals = Originals(read.island, operands | self._passed(read.passed))
         return Residuals(
-            island=read.island_copies,
-            passed=read.passed_copies,
-            outputs={i: results.island[i] for i in self.unit.places("is_saved")},
-            saved=results.saved,
-            originals=(read.island, operands) if self.cast.is_mixed else None,
+            IslandResiduals(read.island_copies, outputs, results.saved),
+            read.passed_copies,
+            originals if self.cast.is_mixed else None,
         )
 
-    def live(self, moves: UnitInputs) -> tuple[ByPosition, ByPosition]:
+    def live(self, directions: UnitInputs) -> tuple[ByPosition, ByPosition]:
         """Returns tangents of inputs of the island, and of operands besides."""
-        return live_of(moves.island), live_of(moves.passed, len(self.unit.outputs))
+        first = len(self.unit.outputs)
+        return live_of(directions.island), live_of(directions.passed, first)
 
     def tangents(
         self, residuals: Residuals, live: tuple[ByPosition, ByPosition]
     ) -> tuple[ByPosition, ByPosition]:
         """Returns the tangents of the island's results and of the products."""
-        found, operands = self._recomputed(self._apart(residuals), live[0])
+        of_island, operands = self._recomputed(self._apart(residuals), live[0])
         # Cast once, so that cotangents of what several products read are added in half.
-        moving = {
-            i: self._as_read(i, x) for i, x in found.items() if i in self.unit.operands
+        of_operands = {
+            i: self._as_read(i, of_island[i])
+            for i in self.unit.operands.intersection(of_island)
         }
-        return found, self._tangents_of_products(operands, moving | live[1])
+        return of_island, self._of_products(operands, of_operands | live[1])
 
     def _apart(self, residuals: Residuals) -> Residuals:
         """Returns residuals behind an optimization barrier on GPUs."""
-        barred = residuals.island, residuals.outputs, residuals.saved
-        island, outputs, saved = self.cast.apart(barred)
-        passed = [*residuals.passed]
+        island, passed = self.cast.apart(residuals.island), [*residuals.passed]
         for j, i in self.unit.passed_inputs:
-            passed[j] = island[i]
-        return Residuals(island, passed, outputs, saved, residuals.originals)
+            passed[j] = island.inputs[i]
+        return Residuals(island, passed, residuals.originals)
 
     def _recomputed(
         self, read: Residuals, live: ByPosition
     ) -> tuple[ByPosition, ByPosition]:
         """Recomputes the island: tangents of its results, and all operands."""
-        inputs, originals = read.originals or (None, {})
-        found, results = {}, {}
+        originals, tangents, results = read.originals, {}, {}
         with _jaxpr.scope(self.unit.scope):
             if self.unit.jaxpr.eqns:
-                recompute = self.cast.traces.made(_recomputation, self.unit, self.cast)
-                found, results = recompute(
-                    read.island, read.outputs, read.saved, live, inputs
-                )
-            operands = results | self._copies_of(results) | read.saved
+                recompute = self.cast.traces.made(_recomputation, self.unit)
+                inputs = originals.inputs if originals else None
+                tangents, results = recompute(read.island, inputs, live)
+            operands = results | self._copies_of(results) | read.island.saved
             operands |= self._passed(read.passed)
-            originals = results | originals
-            for i in self.unit.operands if read.originals else ():
-                operands[i] = self.cast.in_backward(originals[i], operands[i])
-        return found, operands
+            if originals:
+                wide = results | originals.operands
+                for i in self.unit.operands:
+                    operands[i] = self.cast.in_backward(wide[i], operands[i])
+        return tangents, operands
 
     def _as_read(self, i: int, x: jax.Array) -> jax.Array:
         """Returns the tangent that products read of a result's tangent."""
         return x.astype(self.cast.backward) if self.unit.outputs[i].is_data else x
 
-    def _tangents_of_products(
-        self, operands: ByPosition, moving: ByPosition
-    ) -> ByPosition:
+    def _of_products(self, operands: ByPosition, live: ByPosition) -> ByPosition:
         """Returns the tangents of products of which an operand has a tangent."""
         found = {}
         for k, (product, places) in enumerate(self.unit.products):
-            sides = {
-                side: moving[i] for side, i in enumerate(places[:2]) if i in moving
-            }
+            sides = {side: live[i] for side, i in enumerate(places[:2]) if i in live}
             if sides:
                 tangent = self.cast.tangent_of(product)
                 with _jaxpr.scope(product.scope):
@@ -193,47 +198,43 @@ class _Passes:
         return dict(enumerate(operands, len(self.unit.outputs)))
 
 
-def _recomputation(unit: Unit, cast: Casting) -> Callable[..., Any]:
-    """Returns a function that recomputes the island of equal units, and moves it."""
+def _recomputation(unit: Unit) -> Callable[..., tuple[ByPosition, ByPosition]]:
+    """Returns a function that recomputes and differentiates equal units' island."""
     island, places = unit.jaxpr, {v: i for i, v in enumerate(unit.results)}
     softmaxes = softmaxes_of(island)
     read_by_products = {i for each in unit.products for i in each.places}
     is_read = unit.copied | read_by_products.intersection(places.values())
 
     def recompute(
-        copies: Arrays,
-        outputs: ByPosition,
-        saved: ByPosition,
-        live: ByPosition,
-        originals: Arrays | None,
+        read: IslandResiduals, originals: Arrays | None, live: ByPosition
     ) -> tuple[ByPosition, ByPosition]:
         """Tangents of results, for those of inputs, and the results that are read."""
-        inputs = _inputs_of(island, copies, originals or copies)
+        inputs = _inputs_of(island, read.inputs, originals or read.inputs)
         reached = reached_by(island, (island.invars[i] for i in live))
 
-        def with_saved(values: dict[Var, jax.Array], v: Var) -> jax.Array:
+        def with_saved(v: Var, computed: dict[Var, jax.Array]) -> jax.Array:
             """Returns a result, or the saved one with the derivative of the result."""
-            x, i = values[v], places.get(v)
+            x, i = computed[v], places.get(v)
             if i is None:
                 return x
             if unit.outputs[i].is_softmax:
                 exponents, axes = softmaxes[v]
-                return softmax_from(values[exponents], saved[i].astype(x.dtype), axes)
+                p = read.saved[i].astype(x.dtype)
+                return softmax_from(computed[exponents], p, axes)
             if not unit.outputs[i].is_saved:
                 return x
-            return with_value(x, outputs[i]) if v in reached else outputs[i]
+            return with_value(x, read.outputs[i]) if v in reached else read.outputs[i]
 
         def evaluate(some: ByPosition) -> tuple[ByPosition, list[jax.Array]]:
-            changed = [some.get(i, x) for i, x in enumerate(inputs)]
-            values = dict(zip(island.invars, changed, strict=True))
+            computed: dict[Var, jax.Array] = {}
 
             def replace(v: Var, x: jax.Array) -> jax.Array:
-                values[v] = x
-                return with_saved(values, v)
+                computed[v] = x
+                return with_saved(v, computed)
 
+            changed = [some.get(i, x) for i, x in enumerate(inputs)]
             results = _jaxpr.evaluate_all(island, changed, change=replace)
-            moving = {i: results[i] for v, i in places.items() if v in reached}
-            return moving, results
+            return {i: results[i] for v, i in places.items() if v in reached}, results
 
         primals = {i: inputs[i] for i in live}
         _, tangents, results = jax.jvp(evaluate, (primals,), (live,), has_aux=True)

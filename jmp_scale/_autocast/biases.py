@@ -65,7 +65,7 @@ def _sum(x: jax.Array, y: jax.Array, *, dtype: np.dtype) -> jax.Array:
     return with_rounded_gradient(dtype, lax.add(x, y))
 
 
-_SUM = Replacement("add", _sum)
+_SUM = Replacement("add", _sum)  # planned like any sum
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -36,7 +36,10 @@ def _noted(note: Callable[[], None], primals: Any, tangents: Any) -> Any:
 
 
 class Replacement(Primitive):
-    """An equation that `autocast` puts into a program; JAX sees what `fun` binds."""
+    """An equation that `autocast` puts into a program; JAX sees what `fun` binds.
+
+    It is planned like the primitive of JAX of the same name, if there is one.
+    """
 
     def __init__(self, name: str, fun: Callable[..., jax.Array]) -> None:
         super().__init__(name)

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
@@ -141,8 +142,8 @@ class Reading:
         self._maker: dict[Var, Step] = {}
         self._tables = _tables_of(self.jaxpr)
         self._expensive = sizes_of_expensive(self.jaxpr)
-        for eqn in self.jaxpr.eqns:
-            self._add(self._step(self._with_rounding(self._without_name(eqn))))
+        for eqn in self.jaxpr.eqns:  # by what is known of those before it
+            self._add(self._step(eqn))
         self._drop_unread_steps()
         # Float32 variables whose half-precision copies are exact.
         products = [step.half_product for step in self.steps if step.half_product]
@@ -152,26 +153,6 @@ class Reading:
         self.steps.append(step)
         self._maker.update(dict.fromkeys(step.outvars, step))
         self.provenance.update(dict.fromkeys(step.outvars, self._provenance(step)))
-
-    def _with_rounding(self, eqn: JaxprEqn) -> JaxprEqn:
-        """Returns the equation, or one whose gradient is rounded, of a bias's sum."""
-
-        def maker_of(v: Var) -> Step | None:
-            return self._maker.get(self._before(v, MOVES)[0])
-
-        def is_product(v: Var) -> bool:
-            maker = maker_of(v)
-            return maker is not None and maker.half_product is not None
-
-        def is_repeated(v: Var) -> bool:
-            maker = maker_of(v)
-            return maker is not None and maker.eqn.primitive.name == "broadcast_in_dim"
-
-        is_sum = eqn.primitive.name == "add" and _jaxpr.is_float32(eqn.outvars[0])
-        is_near = is_sum and _jaxpr.size(eqn.outvars[0]) in self._expensive
-        if is_near and adds_bias(eqn, is_product, is_repeated):
-            return with_rounding(eqn, self.rules.backward)
-        return eqn
 
     def origin(self, atom: Atom) -> Origin:
         """The origin of a value."""
@@ -188,27 +169,53 @@ class Reading:
             return is_cheap(eqn) and self._tables.isdisjoint(eqn.outvars)
         return eqn.primitive.name == "all_gather"
 
-    def _without_name(self, eqn: JaxprEqn) -> JaxprEqn:
-        """Returns the equation, or a copy if it names the result of a product."""
-        for v in variables(eqn.invars) if _jaxpr.name_of(eqn) == "name" else ():
-            product = self._maker[v].half_product if v in self._maker else None
-            if product:
-                self.names[v] = _jaxpr.params_of(eqn)["name"]
-                return eqn.replace(primitive=jax.lax.copy_p, params={})
-        return eqn
-
     def _step(self, eqn: JaxprEqn) -> Step:
-        if eqn.primitive.name in _jaxpr.PRODUCTS:
-            return self._step_of_product(eqn)
-        first = variables(eqn.invars[:1])
-        if may_pick(eqn) and not self.provenance.all_have(first, "origin"):
-            return Step("other", as_pick(eqn, self._equation_of, self.constants))
-        if self._moves(eqn) and not self.stored.keys().isdisjoint(first):
-            self.stored[eqn.outvars[0]] = self.stored[first[0]]
-            return Step("move", eqn)
-        return Step("call" if self._is_evaluated_anew(eqn) else "other", eqn)
+        """Returns what an equation is, by the first rule that knows its primitive.
 
-    def _step_of_product(self, eqn: JaxprEqn) -> Step:
+        Only a gather may be of two kinds: a pick is not a move of a stored array.
+        """
+        return (
+            self._name(eqn)
+            or self._sum(eqn)
+            or self._multiply(eqn)
+            or self._pick(eqn)
+            or self._move(eqn)
+            or self._call(eqn)
+            or Step("other", eqn)
+        )
+
+    def _name(self, eqn: JaxprEqn) -> Step | None:
+        """A name of a product's result becomes a copy: what is saved has the name."""
+        for v in variables(eqn.invars) if _jaxpr.name_of(eqn) == "name" else ():
+            if self._is_product(v):
+                self.names[v] = _jaxpr.params_of(eqn)["name"]
+                return Step("other", eqn.replace(primitive=jax.lax.copy_p, params={}))
+        return None
+
+    def _sum(self, eqn: JaxprEqn) -> Step | None:
+        """The gradient of a sum of a product and a bias is rounded."""
+        if eqn.primitive.name != "add" or not is_float32(eqn.outvars[0]):
+            return None
+
+        def before(v: Var) -> Var:
+            return self._before(v, MOVES)[0]
+
+        def is_product(v: Var) -> bool:
+            return self._is_product(before(v))
+
+        def is_repeated(v: Var) -> bool:
+            maker = self._equation_of(before(v))
+            return maker is not None and maker.primitive.name == "broadcast_in_dim"
+
+        is_near = _jaxpr.size(eqn.outvars[0]) in self._expensive
+        if is_near and adds_bias(eqn, is_product, is_repeated):
+            return Step("other", with_rounding(eqn, self.rules.backward))
+        return None
+
+    def _multiply(self, eqn: JaxprEqn) -> Step | None:
+        """A product becomes half precision, unless its fate is another one."""
+        if eqn.primitive.name not in _jaxpr.PRODUCTS:
+            return None
         decision = fate(
             eqn,
             is_parameter=self.provenance.is_parameter,
@@ -220,17 +227,37 @@ class Reading:
         product = self._product(eqn)
         return Step("own" if product.dtype else "product", eqn, product)
 
-    def _is_evaluated_anew(self, call: JaxprEqn) -> bool:
-        """Whether nested jaxprs hold products, or entries that are picked in a loop."""
-        if has_products(call):
-            return not self.rules.is_exempt(call)
-        return _jaxpr.name_of(call) in _CALLS and has_picks(call)
+    def _pick(self, eqn: JaxprEqn) -> Step | None:
+        """A pick of data becomes a comparison."""
+        table = variables(eqn.invars[:1])
+        if not may_pick(eqn) or self.provenance.all_have(table, "origin"):
+            return None
+        return Step("other", as_pick(eqn, self._equation_of, self.constants))
+
+    def _move(self, eqn: JaxprEqn) -> Step | None:
+        """A stored array is moved as it is stored, or gets axes of length 1."""
+        first = variables(eqn.invars[:1])
+        if self.stored.keys().isdisjoint(first) or not self._moves(eqn):
+            return None
+        self.stored[eqn.outvars[0]] = self.stored[first[0]]
+        return Step("move", eqn)
 
     def _moves(self, eqn: JaxprEqn) -> bool:
-        """Whether a stored array is moved as it is stored, or gets axes of length 1."""
         if eqn.primitive.name == "broadcast_in_dim":
             return _jaxpr.size(eqn.invars[0]) == _jaxpr.size(eqn.outvars[0])
         return eqn.primitive.name in (_SENDS if self.rules.in_loop else _MOVES)
+
+    def _call(self, eqn: JaxprEqn) -> Step | None:
+        """A call is evaluated anew if it holds products, or picks in a loop."""
+        if has_products(eqn):
+            return None if self.rules.is_exempt(eqn) else Step("call", eqn)
+        has_more = _jaxpr.name_of(eqn) in _CALLS and has_picks(eqn)
+        return Step("call", eqn) if has_more else None
+
+    def _is_product(self, v: Var) -> bool:
+        """Whether a value is the result of a product that becomes half precision."""
+        maker = self._maker.get(v)
+        return maker is not None and maker.half_product is not None
 
     def _equation_of(self, atom: Atom) -> JaxprEqn | None:
         maker = self._maker.get(atom) if isinstance(atom, Var) else None
@@ -282,7 +309,7 @@ class Reading:
         eqn, known, inputs = step.eqn, self.provenance, variables(step.eqn.invars)
         if any(map(_jaxpr.is_reference, [*inputs, *eqn.outvars])):
             return Provenance()  # what a reference holds changes
-        numbers = [v for v in inputs if not dtype_name(v).startswith(_INTEGERS)]
+        numbers = itertools.filterfalse(_is_integer, inputs)
         data = Provenance(
             is_constant=step.kind != "call" and known.all_have(numbers, "is_constant"),
             is_fixed=known.all_have(inputs, "is_fixed"),
@@ -321,6 +348,10 @@ class Reading:
                 steps.append(step)
                 wanted.update(step.invars)
         self.steps = steps[::-1]
+
+
+def _is_integer(v: Var) -> bool:
+    return dtype_name(v).startswith(_INTEGERS)
 
 
 def _tables_of(jaxpr: Jaxpr) -> set[Var]:

@@ -77,11 +77,9 @@ class Interpreter(Casting):
         The gradient of a half-precision array is added in float32 if the array is
         given, or if the program was traced with float32 in its place.
         """
-        inputs = dict(zip(_jaxpr.bare(jaxpr).invars, values, strict=True))
-        for (v, x), origin in zip(inputs.items(), origins, strict=True):
-            is_given = origin or _jaxpr.is_float32(v)
-            if isinstance(x, jax.Array) and is_half(x.dtype) and is_given:
-                inputs[v] = Stored.of(x)
+        invars = _jaxpr.bare(jaxpr).invars
+        arrays = map(_as_stored, invars, origins, values)
+        inputs = dict(zip(invars, arrays, strict=True))
         stored = {v: x.half.dtype for v, x in inputs.items() if isinstance(x, Stored)}
         rules = Rules(
             self.forward,
@@ -91,11 +89,9 @@ class Interpreter(Casting):
             self.in_loop,
         )
         reading = read(jaxpr, origins, rules, stored)
-        found = Values(reading)
-        for v, x in inputs.items():
-            found.put(v, x)
         for v, x in reading.constants.items():
-            found.put(v, Stored.of(x) if v in reading.stored else x)
+            inputs[v] = Stored.of(x) if v in reading.stored else x
+        found = Values(reading, inputs)
         self.evaluate_steps(found)
         return _jaxpr.results_of(reading.jaxpr, found)
 
@@ -294,6 +290,12 @@ class Interpreter(Casting):
                 "cast the function that it calls",
             )
         return None
+
+
+def _as_stored(v: Var, origin: Origin, x: Any) -> Any:
+    """Returns an input, two arrays if its gradients are added in float32."""
+    is_stored = isinstance(x, jax.Array) and is_half(x.dtype)
+    return Stored.of(x) if is_stored and (origin or _jaxpr.is_float32(v)) else x
 
 
 def _with_cotangent_of_its_dtype(x: Any) -> Any:

@@ -5,6 +5,7 @@ its gradient, and the stored one, which products read. So gradients are added in
 float32. In a loop nothing reads the float32 one, and XLA drops it.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -46,11 +47,13 @@ class Stored(NamedTuple):
 class Values(dict[Var, Any]):
     """The values so far of a program's variables, and how the program is read."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: Reading, inputs: Mapping[Var, Any]) -> None:
         super().__init__()
         self.reading = reading
         self.stored: dict[Var, Stored] = {}
         self.casts: dict[tuple[Var, np.dtype], jax.Array] = {}
+        for v, x in inputs.items():
+            self.put(v, x)
 
     def __missing__(self, v: Var) -> jax.Array:
         value = self.stored[v].read(dtype_of(v))

@@ -4,7 +4,7 @@ Others need nothing from this module: S and its counter are restored like all le
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -133,50 +133,64 @@ def _restored(
 ) -> T:
     """Restores a state from a checkpoint without these parts."""
     leaves, structure = jax.tree.flatten(state)
-    # The leaves' numbers in the form on disk: loaders that ignore the template sort by
-    # name, so what is read finds its place by its name there.
-    numbers = jax.tree.unflatten(structure, range(len(leaves)))
-    numbered = _without(missing, numbers)
-    on_disk, remainder_of = leaves, {}
     try:
-        if "half storage" in missing:
-            on_disk = [_widened(x) for x in leaves]
-            remainder_of = _remainders_by_parameter(numbers, leaves)
-        saved = load(jax.tree.map(on_disk.__getitem__, numbered))
+        form = _form(leaves, structure, missing)
+        saved = load(jax.tree.map(form.on_disk.__getitem__, form.numbers))
     except _LOAD_ERRORS as error:
         first_line = (str(error).strip() or repr(error)).splitlines()[0]
         raise _OtherFormError(first_line[:200]) from error
-    saved, places = leaves_by_name(saved), leaves_by_name(numbered)
+    saved, places = leaves_by_name(saved), leaves_by_name(form.numbers)
     for name in sorted(saved.keys() - places.keys()):
         raise _OtherFormError(f"{name} is {_type(saved[name])}, expected nothing")
-    may_round = _scaling_leaves(numbers)
-    # The functions among an Equinox model's leaves are not saved.
-    places = {name: i for name, i in places.items() if _is_saved(on_disk[i])}
     restored = [*leaves]
     for name, i in places.items():
-        like, value = on_disk[i], saved.get(name)
-        if value is not None and is_data(value) and i in may_round:
-            value = _pytree.cast(value, like, may_round[i])
-        # An array that `inner` itself stores in bfloat16 is so on disk, too.
-        if not (_fits(value, like) or _fits(value, leaves[i])):
-            raise _OtherFormError(f"{name} is {_type(value)}, expected {_type(like)}")
-        restored[i], remainder = _as_in_state(value, leaves[i], like)
-        if i in remainder_of:
-            restored[remainder_of[i]] = remainder
+        # The functions among an Equinox model's leaves are not saved.
+        if is_data(form.on_disk[i]) or hasattr(form.on_disk[i], "dtype"):
+            restored[i], remainder = form.read(name, saved.get(name), i)
+            if i in form.remainder_of:
+                restored[form.remainder_of[i]] = remainder
     return jax.tree.unflatten(structure, restored)
 
 
-def _is_saved(leaf: PyTree) -> bool:
-    return is_data(leaf) or hasattr(leaf, "dtype")
+class _Form(NamedTuple):
+    """An older form of a state; leaves go by their numbers in the state."""
+
+    numbers: PyTree  # the tree on disk: what is read finds its leaf by its name there
+    leaves: Sequence[PyTree]  # of the state
+    on_disk: Sequence[PyTree]  # the same, of the dtypes on disk
+    may_round: dict[int, bool]  # of S and guards, which may be of another dtype there
+    remainder_of: dict[int, int]  # by the number of its parameter
+
+    def read(self, name: str, value: PyTree, i: int) -> tuple[PyTree, PyTree]:
+        """Returns a value like a leaf of the state, and the remainder of its rounding.
+
+        Raises:
+          _OtherFormError: the value is of another type than the leaf.
+        """
+        leaf, like = self.leaves[i], self.on_disk[i]
+        if is_data(value) and i in self.may_round:
+            value = _pytree.cast(value, like, self.may_round[i])
+        # An array that `inner` itself stores in bfloat16 is so on disk, too.
+        if not (_fits(value, like) or _fits(value, leaf)):
+            raise _OtherFormError(f"{name} is {_type(value)}, expected {_type(like)}")
+        if not hasattr(leaf, "dtype"):
+            return value, None  # a Python number, which `jit` tells from an array
+        if like is leaf:
+            return jnp.asarray(value, leaf.dtype), None  # NumPy's cannot be donated
+        return split(jnp.asarray(value, jnp.float32))
 
 
-def _as_in_state(value: PyTree, leaf: PyTree, on_disk: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns a value like a leaf of the state, and the remainder of its rounding."""
-    if not hasattr(leaf, "dtype"):
-        return value, None  # a Python number, which `jit` tells from an array
-    if on_disk is leaf:
-        return jnp.asarray(value, leaf.dtype), None  # NumPy's cannot be donated
-    return split(jnp.asarray(value, jnp.float32))
+def _form(
+    leaves: Sequence[PyTree], structure: PyTree, missing: tuple[str, ...]
+) -> _Form:
+    """Returns the form of a state without these parts."""
+    numbers = jax.tree.unflatten(structure, range(len(leaves)))
+    on_disk, remainder_of = leaves, {}
+    if "half storage" in missing:
+        on_disk = [_widened(x) for x in leaves]
+        remainder_of = _remainders_by_parameter(numbers, leaves)
+    older, may_round = _without(missing, numbers), _scaling_leaves(numbers)
+    return _Form(older, leaves, on_disk, may_round, remainder_of)
 
 
 def _scaling_leaves(numbers: PyTree) -> dict[int, bool]:

@@ -91,9 +91,8 @@ def finite_and_norm(
     The norm, f32[], is infinite if the flag is False. A norm above 1.8e19, whose square
     overflows, comes out as the largest float32, and one below 1e-19 may come out as 0.
     Inside `pmap` and `shard_map` it is the largest norm of a device. Neither result has
-    a derivative.
+    a derivative. Callers refuse `unreduced` leaves: the norm of parts is another.
     """
-    _mesh.refuse_unreduced("global norm", tree)  # that of the parts is another
     leaves = [lax.stop_gradient(x) for x in _inexact_arrays(tree)]
     agree = agree or _mesh.agreement()
     finite, norm = _finite_and_norm(leaves, _mesh.sharding_specs(leaves))
@@ -146,6 +145,7 @@ class _Reduction(NamedTuple):
     parts: Callable[[jax.Array], Arrays]
     combine: Callable[[Arrays, Arrays], Arrays]
     initial: bool | int  # neutral element of each part
+    results: int  # so many parts are the result; the rest only serve to combine
 
 
 def _reduce(reduction: _Reduction, arrays: Arrays) -> Arrays:
@@ -169,7 +169,7 @@ def _reduce(reduction: _Reduction, arrays: Arrays) -> Arrays:
         # Without the barrier XLA:CPU repeats what follows in each kernel of the update,
         # and compile time is quadratic in the number of leaves.
         parts = lax.optimization_barrier(functools.reduce(rule.combine, blocks))
-        return parts[: len(blocks[0]) - (rule is not reduction)]
+        return parts[: rule.results]
 
     def alone(groups: list[Arrays]) -> Arrays:
         # A TPU fuses the reduction of an array by itself with what computes the array.
@@ -262,6 +262,6 @@ def _two_sums(x: Arrays, y: Arrays) -> Arrays:
     return [bad + other_bad, total, b - (total - a)]
 
 
-_FLAG = _Reduction(_flag, _both, True)
-_SQUARES = _Reduction(_squares, _sums, 0)
-_SQUARES_ON_CPU = _Reduction(_squares_and_rest, _two_sums, 0)
+_FLAG = _Reduction(_flag, _both, True, results=1)
+_SQUARES = _Reduction(_squares, _sums, 0, results=2)
+_SQUARES_ON_CPU = _Reduction(_squares_and_rest, _two_sums, 0, results=2)

@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from .. import _mesh
 from .._policy import name_to_dtype
 from .._tree import are_next_values, is_inexact
-from .._types import KeyPath, PyTree
+from .._types import KeyPath, Mesh, PyTree
 
 T = TypeVar("T")
 
@@ -167,10 +167,17 @@ def _sum_in_map(gradient: _Gradient, names: _mesh.Axes | None, add: _Add) -> jax
             "write one of these, or leave it out",
         )
     axes = _mesh.disagreeing_axes(gradient.array) if names is None else names
+    if names != ():
+        _require_own(gradient, axes)
+    return add(gradient.array, _way_in_map(gradient, axes))
+
+
+def _require_own(gradient: _Gradient, axes: _mesh.Axes) -> None:
+    """Raises an error for a leaf that JAX has added up over the axes."""
     known = _mesh.varying_axes(gradient.array)
     is_tracked = not axes or _mesh.varying_axes(lax.axis_index(axes))
-    if names != () and is_tracked and not (axes and known.issuperset(axes)):
-        over = axes or manual
+    if is_tracked and not (axes and known.issuperset(axes)):
+        over = axes or jax.sharding.get_abstract_mesh().manual_axes
         raise gradient.error(
             f"each device's own gradients over {over}",
             "which JAX has added up already",
@@ -178,7 +185,6 @@ def _sum_in_map(gradient: _Gradient, names: _mesh.Axes | None, add: _Add) -> jax
             "and take the gradient of that, or let shard_map add up, in the dtype of "
             "the computation",
         )
-    return add(gradient.array, _way_in_map(gradient, axes))
 
 
 def _sum_of_parts(
@@ -191,10 +197,7 @@ def _sum_of_parts(
     _require_parts_of_sum(gradient, axes, sharding.spec)
     _require_axes(gradient, axes, names, may_be_sum)
     spec = _spec_like(gradient)
-    for at, part in enumerate(spec or ()):
-        count = math.prod(sharding.mesh.shape[name] for name in _mesh.names_of(part))
-        if count > 1:
-            _check_equal_parts(gradient, at, count)
+    _check_split(gradient, spec, sharding.mesh)
     if axes:
         way = _way_of_spec(spec, axes) if spec is not None else None
         total = _added_up(total, way or _Way(axes), add)
@@ -258,9 +261,7 @@ def _total(x: jax.Array, way: _Way, wire: DTypeLike | None, mean: bool) -> jax.A
     if has_fractions:
         x = x.astype(jnp.promote_types(dtype, jnp.float32))
     is_sent = x.dtype == jnp.float32 and wire != jnp.float32 and count > 1
-    is_large = x.size >= count * SMALLEST
-    has_shares = not way.kept or x.shape[way.dimension] % count == 0
-    if is_sent and is_large and has_shares:
+    if is_sent and _is_worth_its_wire(x, way, count):
         total = _half_on_the_wire(x, way, wire, count)
     elif way.kept:
         dimension = way.dimension
@@ -271,6 +272,11 @@ def _total(x: jax.Array, way: _Way, wire: DTypeLike | None, mean: bool) -> jax.A
     if mean and has_fractions:
         total = total * (1 / count)
     return total.astype(dtype)
+
+
+def _is_worth_its_wire(x: jax.Array, way: _Way, count: int) -> bool:
+    has_shares = not way.kept or x.shape[way.dimension] % count == 0
+    return has_shares and x.size >= count * SMALLEST
 
 
 def _largest(x: jax.Array, way: _Way) -> jax.Array:
@@ -344,6 +350,13 @@ def _way_in_map(gradient: _Gradient, axes: _mesh.Axes) -> _Way:
     if way.kept:
         _check_equal_parts(gradient, way.dimension, lax.axis_size(way.kept))
     return way
+
+
+def _check_split(gradient: _Gradient, spec: PartitionSpec | None, mesh: Mesh) -> None:
+    for dimension, part in enumerate(_mesh.dimensions(spec) if spec else ()):
+        count = math.prod(mesh.shape[name] for name in _mesh.names_of(part))
+        if count > 1:
+            _check_equal_parts(gradient, dimension, count)
 
 
 def _check_equal_parts(gradient: _Gradient, dimension: int, count: int) -> None:

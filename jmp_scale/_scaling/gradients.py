@@ -173,18 +173,24 @@ def _warn_if_captured(
 ) -> None:
     """Warns if parameters are traced, but S is a constant of the traced function."""
     numbers = [x for x in jax.tree.leaves(loss_scale) if hasattr(x, "dtype")]
-    is_constant = bool(numbers) and not any(isinstance(x, Tracer) for x in numbers)
-    # A new array is traced inside `jit`, but not inside an eager `vmap`.
-    is_compiled = isinstance(jnp.zeros(()), Tracer)
     params = [x for x in jax.tree.leaves(differentiated) if isinstance(x, jax.Array)]
-    are_traced = bool(params) and all(isinstance(x, Tracer) for x in params)
-    if is_constant and is_compiled and are_traced:
+    # A new array is traced inside `jit`, but not inside an eager `vmap`.
+    is_compiled = _are_traced([jnp.zeros(())]) == {True}
+    if (
+        is_compiled
+        and _are_traced(numbers) == {False}
+        and _are_traced(params) == {True}
+    ):
         warn(
             f"{function}: expected S as an argument of the traced function, got "
             f"{loss_scale!r} from outside, which stays so in every call. Pass what "
             "holds it (opt_state, the optimizer) into the function, or take a "
             "StaticLossScale if S is to be constant"
         )
+
+
+def _are_traced(arrays: list[PyTree]) -> set[bool]:
+    return {isinstance(x, Tracer) for x in arrays}
 
 
 def checked_output(function: str, output: PyTree, has_aux: bool) -> _Output:

@@ -30,6 +30,7 @@ from .._types import Arrays, Flag, Function, PyTree
 
 S = TypeVar("S")
 T = TypeVar("T")
+Pairs = list[tuple[Any, jax.Array]]  # output of a jaxpr, and the old leaf
 Update = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
@@ -130,26 +131,28 @@ def _selected(
     them in either order, and so copies every donated leaf first.
     """
     count = len(jaxpr.outvars) - len(old)
-    made = {var for eqn in jaxpr.eqns for var in eqn.outvars}
-    old_of = {}
-    for var, leaf in zip(jaxpr.outvars[count:], old, strict=True):
-        # No equation defines an output that is an argument or a literal. Selecting
-        # scalars afterwards costs nothing.
-        if at_once and not is_literal(var) and var in made and leaf.ndim:
-            old_of[var] = leaf
+    pairs: Pairs = list(zip(jaxpr.outvars[count:], old, strict=True))
+    old_of = _old_by_variable(jaxpr, pairs) if at_once else {}
 
     def select(var: Var, value: jax.Array) -> jax.Array:
         return lax.select(applied, value, old_of[var]) if var in old_of else value
 
     leaves = evaluate_all(jaxpr, arguments, change=select)
     state = []
-    for var, new, leaf in zip(jaxpr.outvars[count:], leaves[count:], old, strict=True):
+    for (var, leaf), new in zip(pairs, leaves[count:], strict=True):
         # A second select would be one more operation in every kernel. If an optimizer
         # returns one value as two leaves, `old_of` holds the old value of only one.
         is_selected = new is leaf or (not is_literal(var) and old_of.get(var) is leaf)
         state.append(new if is_selected else lax.select(applied, new, leaf))
     updates, _ = keep(applied, leaves[:count], (), ())
     return [*updates, *state]
+
+
+def _old_by_variable(jaxpr: Jaxpr, pairs: Pairs) -> dict[Var, jax.Array]:
+    """Returns the old leaf of each output that an equation defines."""
+    made = {var for eqn in jaxpr.eqns for var in eqn.outvars}
+    # An argument or a literal is none of these. To select scalars later costs nothing.
+    return {v: x for v, x in pairs if not is_literal(v) and v in made and x.ndim}
 
 
 def _is_observed(jaxpr: Jaxpr) -> bool:

@@ -155,7 +155,6 @@ class _SkippingOptimizer:
                 f"got {'no gradients' if updates is None else 'a fourth argument'}"
             )
         _check_arguments(updates, state, params)
-        _mesh.refuse_unreduced("with_loss_scale", updates)
         verdict = self.judge(updates, value, state.guard)
         arrays, others = self._split(extra_args, value)
         inputs, old = (promote_to_float32(updates), arrays), state.inner_state
@@ -185,6 +184,7 @@ class _SkippingOptimizer:
                 "with_loss_scale: expected value to be the scalar loss, got "
                 f"{value!r}; pass the loss alone"
             )
+        _mesh.refuse_unreduced("with_loss_scale", updates)
         agree = self.agreement
         loss_finite = jnp.array(True) if value is None else finite(value, agree)
         if guard is None:

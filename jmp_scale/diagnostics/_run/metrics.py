@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..._mesh import refuse_unreduced
 from ..._scaling.finite import finite_and_norm
 from ..._scaling.loss_scale import LossScale, number_of
 from ..._state import START, LossScaleState, fields_of, find_loss_scale_states
@@ -90,6 +91,7 @@ def numbers_of_step(
     """Returns the numbers of `metrics` that what is given allows."""
     numbers = {}
     if grads is not None:
+        refuse_unreduced("global norm", grads)  # that of the parts is another
         numbers["grad_norm"] = finite_and_norm(grads)[1]
     if updates is not None:
         sums = jax.tree.leaves(jax.tree.map(_sums, params, updates))

@@ -212,27 +212,27 @@ def _recomputation(unit: Unit) -> Callable[..., tuple[ByPosition, ByPosition]]:
         inputs = _inputs_of(island, read.inputs, originals or read.inputs)
         reached = reached_by(island, (island.invars[i] for i in live))
 
-        def with_saved(v: Var, computed: dict[Var, jax.Array]) -> jax.Array:
+        def with_saved(v: Var, known: dict[Var, jax.Array]) -> jax.Array:
             """Returns a result, or the saved one with the derivative of the result."""
-            x, i = computed[v], places.get(v)
+            x, i = known[v], places.get(v)
             if i is None:
                 return x
             if unit.outputs[i].is_softmax:
                 exponents, axes = softmaxes[v]
                 p = read.saved[i].astype(x.dtype)
-                return softmax_from(computed[exponents], p, axes)
+                return softmax_from(known[exponents], p, axes)
             if not unit.outputs[i].is_saved:
                 return x
             return with_value(x, read.outputs[i]) if v in reached else read.outputs[i]
 
         def evaluate(some: ByPosition) -> tuple[ByPosition, list[jax.Array]]:
-            computed: dict[Var, jax.Array] = {}
+            changed = [some.get(i, x) for i, x in enumerate(inputs)]
+            known = dict(zip(island.invars, changed, strict=True))
 
             def replace(v: Var, x: jax.Array) -> jax.Array:
-                computed[v] = x
-                return with_saved(v, computed)
+                known[v] = x
+                return with_saved(v, known)
 
-            changed = [some.get(i, x) for i, x in enumerate(inputs)]
             results = _jaxpr.evaluate_all(island, changed, change=replace)
             return {i: results[i] for v, i in places.items() if v in reached}, results
 

@@ -191,7 +191,7 @@ def train(task, optimizer, settings, seed, steps):
         for check in range(steps // CHECK):
             pick = functools.partial(jax.tree.map, lambda x: x[i, check])  # noqa: B023
             log(pick(states), pick(histories))
-            said |= log.kinds
+            said |= log.rules
         runs.append(Run(losses[i].ravel(), norms[i].ravel(), said))
     return runs
 

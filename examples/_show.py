@@ -188,9 +188,9 @@ def learning(path, titles, record):
 
 def findings(name, state, history, *details):
     """Prints what `HealthLog` says of a run, details, and as the last a verdict."""
-    health = " ".join(diagnostics.HealthLog()(state, history)) or "nothing to report."
+    health = diagnostics.HealthLog()(state, history) or ["nothing to report."]
     *others, verdict = details
-    lines = [f"health: {health}", *others, f"verdict: {verdict}"]
+    lines = ["health:", *health, *others, "verdict:", verdict]
     print(f"\n--- {name} ---", *lines, sep="\n")
 
 

@@ -46,8 +46,8 @@ def main(argv=None):
         rows += [
             dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)
         ]
-        for sentence in log(carry[1]):  # each change of the run's health, once
-            print(f"step {len(rows)}: {sentence}")
+        for finding in log(carry[1]):  # each change of the run's health, once
+            print(f"step {len(rows)}: {finding}")
 
     args.out.mkdir(parents=True, exist_ok=True)
     with (args.out / "metrics.csv").open("w", newline="") as file:

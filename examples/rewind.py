@@ -35,7 +35,7 @@ def train_step(state, images):
 def diverges(state):
     log = diagnostics.HealthLog()
     log(state["opt_state"], state["history"])
-    return not log.kinds.isdisjoint({"loss diverges", "loss blew up"})
+    return not log.rules.isdisjoint({"loss diverges", "loss blew up"})
 
 
 def train(state, batches, checkpoints, kill_at):

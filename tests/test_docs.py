@@ -256,9 +256,9 @@ def test_every_sentence_of_health_has_a_section_that_quotes_one():
     sections = re.findall(
         r"^### (.+)\n\n> (.+)$", TEXTS["docs/troubleshoot.md"], re.MULTILINE
     )
-    assert [name for name, _ in sections] == list(health._SENTENCES)
+    assert [name for name, _ in sections] == list(health.RULES)
     for name, quote in sections:
-        assert begins(health._SENTENCES[name], quote.removesuffix(" ...")), name
+        assert begins(health.RULES[name].text, quote.removesuffix(" ...")), name
 
 
 def begins(template, text):

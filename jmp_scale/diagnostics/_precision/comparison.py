@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -23,6 +23,7 @@ from .._backward import (
     narrow_dtypes,
     start_of,
 )
+from .._findings import Finding, Rule, Told, are_notes, findings_of, summary_of
 from .._tables import leaf_name, percent, power, printed, table
 
 # Training tolerates an error of this share of a gradient's norm. Gradients of two
@@ -35,12 +36,47 @@ _LEAST, _MOST = 1.0, 2.0**24  # range of S of a `DynamicLossScale` by default
 _ROOM = 4  # overflows lie at least this factor above a recommended S
 _EXACT = 2.0**-8  # errors of a leaf that differ by less are those of rounding
 
-SEES_S = (
-    "a backward rule in the loss depends on the loss scale, because it clips, "
-    "normalizes, adds noise or has a tolerance. Clip outside of the loss, multiply the "
-    "rule's bound by S, or train in bfloat16 without a loss scale."
+# Rules of `sensitive_products` too.
+FLOAT32_NOT_FINITE = Rule(
+    "error", "Float32 is not finite itself.", "Run diagnose_nonfinite(loss, 1, ...)."
 )
-NOT_FINITE = "Float32 is not finite itself: run diagnose_nonfinite(loss, 1, ...)."
+SEES_S = Rule(
+    "error",
+    "The gradient is off by {error} at loss scale {s}, and so is that of float32, by "
+    "{of_float32}: a backward rule in the loss depends on the loss scale, because it "
+    "clips, normalizes, adds noise or has a tolerance.",
+    "Clip outside of the loss, multiply the rule's bound by S, or train in bfloat16 "
+    "without a loss scale.",
+)
+RULES = {
+    "float32 not finite": FLOAT32_NOT_FINITE,
+    "nothing in half precision": Rule(
+        "warning",
+        "Nothing was compared: no number of half_loss is half precision.",
+        "Pass what autocast returns; it warns if no product became half precision.",
+    ),
+    "backward rule sees S": SEES_S,
+    "loss not finite": Rule(
+        "error",
+        "The loss is not finite at loss scale {s}.",
+        "Run diagnose_nonfinite(half_loss, {number}, ...).",
+    ),
+    "gradient not finite": Rule(
+        "error",
+        "The gradient is not finite at loss scale {s}.",
+        "Run diagnose_nonfinite(half_loss, {number}, ...). {cure}",
+    ),
+    "gradient lost": Rule(
+        "error", "{lost} of its gradient becomes zero at loss scale {s}.", "{cure}"
+    ),
+    "not precise": Rule("error", "{judged} ({bearable} is bearable).", "{cure}"),
+    "no loss scale works": Rule(
+        "warning",
+        "No loss scale from {low} to {high} works.",
+        "bfloat16 needs none: try it, also in the backward pass alone.",
+    ),
+}
+_KEEP = "sensitive_products finds what must stay float32."
 
 
 class LeafComparison(NamedTuple):
@@ -150,6 +186,16 @@ class GradientComparison(NamedTuple):
         is_lost = any(leaf.is_lost for leaf in self.leaves)
         return self.holds_half and not is_lost and judged_error(self) <= _limit(self)
 
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Why half precision is not precise enough, if it is not."""
+        return findings_of(RULES, _told(self))
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no finding above a note."""
+        return are_notes(self.findings)
+
     def summary(self, k: int = 20) -> str:
         """Returns whether half precision is precise enough, and the k worst leaves."""
         whole = math.hypot(*(leaf.norm for leaf in self.leaves))
@@ -164,15 +210,13 @@ class GradientComparison(NamedTuple):
             shares = map(percent, (leaf.error, leaf.float32_error, leaf.lost))
             cells = f"{leaf.norm:.2e}", *shares, "yes" if leaf.finite else "no"
             rows.append((leaf_name(leaf.path), *cells))
-        lines = [_verdict(self)]
-        if self.window and not self.sees_scale:
-            lines.append(self.window.summary())
-        elif self.loss_scales and not self.window:
-            low, high = power(self.loss_scales[0]), power(self.loss_scales[-1])
-            lines.append(f"No loss scale from {low} to {high} works.")
+        window = [self.window.summary()] if self.window and self.ok else []
         losses = f"loss {self.half_loss:.6g}, in float32 {self.loss:.6g}"
-        lines.append(f"{losses}, loss scale {power(self.loss_scale)}")
-        return "\n".join([*lines, *table(rows, k=k + 2)])
+        losses += f", loss scale {power(self.loss_scale)}"
+        details = *window, losses, *table(rows, k=k + 2)
+        judged, bearable = _judged(self)
+        fine = f"{judged}, which is precise enough ({bearable} is bearable)."
+        return summary_of(fine, self.findings, *details)
 
 
 def compare_gradients(
@@ -344,38 +388,50 @@ def _limit(found: GradientComparison) -> float:
     return max(_BEARABLE, 2 * found.float32_error)
 
 
-def _verdict(found: GradientComparison) -> str:
-    """Returns one sentence with one number, and what to do."""
-    if not all(map(math.isfinite, (found.loss, *(x.norm for x in found.leaves)))):
-        return NOT_FINITE
-    if not found.holds_half:
-        return "Nothing was compared: no number of half_loss is half precision."
-    if found.sees_scale:
-        return (
-            f"Not precise enough: the gradient is off by {percent(found.error)} at "
-            f"loss scale {power(found.loss_scale)}, and that of float32 by "
-            f"{percent(found.scaled_float32_error)}: {SEES_S}"
-        )
-    # Another loss scale helps if any works.
-    cure = "" if found.window else " sensitive_products finds what must stay float32."
-    what = "gradient" if math.isfinite(found.half_loss) else "loss"
-    if what == "loss" or not all(leaf.finite for leaf in found.leaves):
-        return (
-            f"Not precise enough: the {what} is not finite at loss scale "
-            f"{power(found.loss_scale)}: run diagnose_nonfinite(half_loss, ...)."
-        )
+def _told(found: GradientComparison) -> Iterator[Told]:
+    """Yields the first of what is at fault, and whether no loss scale works."""
+    norms = [leaf.norm for leaf in found.leaves]
     lost = [leaf for leaf in found.leaves if leaf.is_lost]
-    if lost:
-        return (
-            f"Not precise enough: {percent(lost[0].lost)} of the gradient of "
-            f"{leaf_name(lost[0].path)} becomes zero.{cure}"
-        )
+    faults = {
+        "float32 not finite": not all(map(math.isfinite, (found.loss, *norms))),
+        "nothing in half precision": not found.holds_half,
+        "backward rule sees S": found.sees_scale,
+        "loss not finite": not math.isfinite(found.half_loss),
+        "gradient not finite": not all(leaf.finite for leaf in found.leaves),
+        "gradient lost": bool(lost),
+        "not precise": not found.is_precise,
+    }
+    first = next((rule for rule, is_fault in faults.items() if is_fault), None)
+    if first is not None:
+        where = leaf_name(lost[0].path) if first == "gradient lost" else ""
+        yield first, where, _values(found, lost)
+    if found.loss_scales and not found.window:
+        low, high = found.loss_scales[0], found.loss_scales[-1]
+        yield "no loss scale works", "", {"low": power(low), "high": power(high)}
+
+
+def _values(
+    found: GradientComparison, lost: Sequence[LeafComparison]
+) -> dict[str, str]:
+    """Returns the values of all texts."""
+    judged, bearable = _judged(found)
+    return {
+        "s": power(found.loss_scale),
+        "number": power(found.loss_scale).replace("^", "**"),
+        "error": percent(found.error),
+        "of_float32": percent(found.scaled_float32_error),
+        "lost": percent(lost[0].lost) if lost else "",
+        "judged": judged,
+        "bearable": bearable,
+        # Another loss scale helps if any works.
+        "cure": found.window.summary() if found.window else _KEEP,
+    }
+
+
+def _judged(found: GradientComparison) -> tuple[str, str]:
+    """Returns words for the error that counts most, and the largest bearable one."""
     bearable = _limit(found)
-    what, error = "the gradient is off by", found.error
     if found.scaled_error / 3 > found.error:
-        what = "with leaves of one size, as in Adam, the gradient is off by"
-        error, bearable = found.scaled_error, 3 * bearable
-    verdict = f"{what} {percent(error)} ({percent(bearable)} is bearable)."
-    if found.is_precise:
-        return f"Precise enough: {verdict}"
-    return f"Not precise enough: {verdict}{cure}"
+        what = "With leaves of one size, as in Adam, the gradient is off by"
+        return f"{what} {percent(found.scaled_error)}", percent(3 * bearable)
+    return f"The gradient is off by {percent(found.error)}", percent(bearable)

@@ -5,7 +5,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,16 +29,35 @@ from ..._scaling.loss_scale import LossScale
 from ..._tree import promote_to_float32, split_arrays
 from ..._types import Arrays, Function, PyTree
 from .._backward import ALL_ROUNDINGS, Backward, Loss, Start, concrete_arrays, start_of
+from .._findings import Finding, Rule, Told, are_notes, findings_of, summary_of
 from .._source import Place, begin_user_code, place_of
 from .._tables import percent, power, printed, table, with_progress
 from .comparison import (
-    NOT_FINITE,
+    FLOAT32_NOT_FINITE,
     SEES_S,
     GradientComparison,
     Reference,
     judged_error,
 )
 from .facts import flops
+
+RULES = {
+    "float32 not finite": FLOAT32_NOT_FINITE,
+    "backward rule sees S": SEES_S,
+    "loss scale at fault": Rule(
+        "error",
+        "{change} at loss scale {s}. At {other} the gradient is off by {there}.",
+        "compare_gradients finds where to start.",
+    ),
+    "not precise": Rule(
+        "error",
+        "{change}. Where this stays float32, the gradient is off by {after}.",
+        'jmp_scale.autocast(loss, "{forward}"{options}, keep_float32={keep})',
+    ),
+    "loss not finite": Rule(
+        "error", "The forward pass leaves float16's range.", "Try bfloat16."
+    ),
+}
 
 _NUMBER = re.compile(r"float32_or_half_(\d+)")
 _MOST_FLAGS = 4096  # flags of the compiled program, one for each group
@@ -80,7 +99,7 @@ class SensitiveProducts(NamedTuple):
       half_share: share of the program's matrix work that is then in half precision.
       error_before: error of the gradient with all products in half precision.
       error_after: error of the gradient with the products of `keep` in float32.
-      advice: the code to write, or other remedies, in sentences.
+      findings: why half precision is not precise enough, and the code to write.
     """
 
     products: tuple[SensitiveProduct, ...]
@@ -88,17 +107,23 @@ class SensitiveProducts(NamedTuple):
     half_share: float
     error_before: float
     error_after: float
-    advice: str
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether no product must stay float32, and nothing else is at fault."""
+        return are_notes(self.findings)
 
     def summary(self, k: int = 20) -> str:
-        """Returns the advice, and the k lines that change the gradient most."""
-        if not self.products:
-            return self.advice
+        """Returns the findings, and the k lines that change the gradient most."""
         rows: list[tuple[str, ...]] = [("line", "scope", "share", "alone", "without")]
         for row in sorted(self.products, key=lambda row: -row.alone):
             shares = map(percent, (row.share, row.alone, row.without))
             rows.append((where(row), row.scope, *shares))
-        return "\n".join([self.advice, *table(rows, names=2, k=k)])
+        share = f"{100 * self.half_share:.1f} % of the matrix work is half precision."
+        details = [share, *table(rows, names=2, k=k)] if self.products else []
+        fine = f"{_change(self.error_before)}, which is precise enough."
+        return summary_of(fine, self.findings, *details)
 
 
 def sensitive_products(
@@ -148,47 +173,44 @@ def sensitive_products(
     start = start_of(function, loss_scale, {forward.name, back.name})
     probe = Probe(checked, forward, back, start)
     if not all_finite(probe.reference.backward):
-        return SensitiveProducts((), (), 0.0, math.inf, math.inf, NOT_FINITE)
-    groups, total = probe.groups, max(probe.work, 1)
-    rows = [
-        SensitiveProduct(
-            file=group.place.file,
-            line=group.place.line,
-            library=group.place.library,
-            scope="/".join(group.scopes),
-            share=group.work / total,
-            alone=probe.error([group]),
-            without=probe.error([other for other in groups if other is not group]),
-        )
-        for group in with_progress(groups, function)
-    ]
-    whole = probe.compared(groups, start)
-    before = after = judged_error(whole)
-    keep, half = (), groups
-    advice = f"Half precision changes the gradient by {percent(before)}"
-    if before == math.inf:
-        advice = "In half precision the loss or its gradient is not finite"
-    if before <= tolerance:
-        advice += ", which is precise enough."
-    elif tolerance < probe.error([]) < math.inf:
-        advice += f", and so does float32: {SEES_S}"
-    elif cure := _loss_scale_at_fault(probe, start, tolerance):
-        advice += cure
-    else:
-        keep = _names(_required(probe, rows, tolerance), groups)
-        half = [group for group in groups if not any(map(group.is_kept, keep))]
-        after = probe.error(half)
+        broken = findings_of(RULES, [("float32 not finite", "", {})])
+        return SensitiveProducts((), (), 0.0, math.inf, math.inf, broken)
+    rows = [_row(probe, group) for group in with_progress(probe.groups, function)]
+    whole = probe.compared(probe.groups, start)
+    before = judged_error(whole)
+    told = [*_other_faults(probe, whole, start, tolerance)]
+    is_fine = told or before <= tolerance
+    keep = () if is_fine else _names(_required(probe, rows, tolerance), probe.groups)
+    half = probe.groups_without(keep)
+    after = probe.error(half) if keep else before
+    if keep:
         options = f', backward="{back.name}"' if backward is not None else ""
-        advice += (
-            f", and by {percent(after)} where this stays float32:\n"
-            f'  jmp_scale.autocast(loss, "{forward.name}"{options}, '
-            f"keep_float32={keep})"
-        )
+        call = {"forward": forward.name, "options": options, "keep": keep}
+        values = {"change": _change(before), "after": percent(after), **call}
+        told = [("not precise", ", ".join(keep), values)]
         if not half and forward == "float16" and not math.isfinite(whole.half_loss):
-            advice += "\nThe forward pass leaves float16's range: try bfloat16."
-    share = sum(group.work for group in half) / total
-    advice += f"\n{100 * share:.1f} % of the matrix work is half precision."
-    return SensitiveProducts(tuple(rows), keep, share, before, after, advice)
+            told.append(("loss not finite", "", {}))
+    share = sum(group.work for group in half) / max(probe.work, 1)
+    findings = findings_of(RULES, told)
+    return SensitiveProducts(tuple(rows), keep, share, before, after, findings)
+
+
+def _row(probe: "Probe", group: "ProductGroup") -> SensitiveProduct:
+    return SensitiveProduct(
+        file=group.place.file,
+        line=group.place.line,
+        library=group.place.library,
+        scope="/".join(group.scopes),
+        share=group.work / max(probe.work, 1),
+        alone=probe.error([group]),
+        without=probe.error([other for other in probe.groups if other is not group]),
+    )
+
+
+def _change(error: float) -> str:
+    if error == math.inf:
+        return "In half precision the loss or its gradient is not finite"
+    return f"Half precision changes the gradient by {percent(error)}"
 
 
 @dataclasses.dataclass(eq=False)
@@ -254,6 +276,10 @@ class Probe:
     def error(self, half: Sequence[ProductGroup]) -> float:
         """Returns the error of the gradient with these products in half precision."""
         return judged_error(self.compared(half, self._start))
+
+    def groups_without(self, keep: Sequence[str]) -> list[ProductGroup]:
+        """Returns the groups that none of these names keeps in float32."""
+        return [g for g in self.groups if not any(map(g.is_kept, keep))]
 
     def compared(
         self, half: Sequence[ProductGroup], start: Start
@@ -339,17 +365,24 @@ def _required(
     return required
 
 
-def _loss_scale_at_fault(probe: Probe, start: Start, tolerance: float) -> str:
-    """Returns advice if another loss scale helps, else ""."""
-    other = Start(2.0**24 if start.settles else 2.0**15, settles=True)
-    found = probe.compared(probe.groups, other)
-    error = judged_error(found)
-    if error > tolerance:
-        return ""
-    return (
-        f". The loss scale is at fault: at {power(found.loss_scale)} it is "
-        f"{percent(error)}. compare_gradients finds where to start."
-    )
+def _other_faults(
+    probe: Probe, whole: GradientComparison, start: Start, tolerance: float
+) -> Iterator[Told]:
+    """Yields what else than products is at fault: a rule in the loss, or S."""
+    error, s = judged_error(whole), power(whole.loss_scale)
+    if error <= tolerance:
+        return
+    of_float32 = probe.error([])
+    if tolerance < of_float32 < math.inf:
+        errors = {"error": percent(error), "of_float32": percent(of_float32)}
+        yield "backward rule sees S", "", {"s": s, **errors}
+        return
+    start = Start(2.0**24 if start.settles else 2.0**15, settles=True)
+    found = probe.compared(probe.groups, start)
+    there = judged_error(found)
+    if there <= tolerance:
+        other = {"other": power(found.loss_scale), "there": percent(there)}
+        yield "loss scale at fault", "", {"s": s, "change": _change(error), **other}
 
 
 def _names(

@@ -16,12 +16,50 @@ from ..._scaling.loss_scale import LossScale, scale_value
 from ..._tree import is_array
 from ..._types import Arrays, Function, PyTree
 from .._backward import Backward, Loss, concrete_arrays
+from .._findings import Finding, Rule, are_notes, findings_of, summary_of
 from .._source import is_own_wrapper
-from .._tables import printed, said
+from .._tables import leaf_name, printed, said
 from .origins import origin_of
 
 _RAISED = "(raised)"  # in place of a leaf
 _LOWEST_TRIED = -14  # log2 of S; some overflows persist at S = 1
+Cause = Literal["none", "forward", "overflow", "nan"]
+_error = functools.partial(Rule, "error")
+RULES = {
+    "parameters not finite": _error(
+        "It is a parameter that is not finite: an update made it so.",
+        "No loss scale helps: go back to a checkpoint, and find what in the optimizer "
+        "is not finite (docs/optax.md).",
+    ),
+    "argument not finite": _error(
+        "It is not finite itself.", "No loss scale helps: fix the input."
+    ),
+    "masked row": _error(
+        "{what} not finite: {operation}, of the infinities in {argument}.",
+        "No loss scale helps. If they are a mask, a whole row is masked: leave it out, "
+        "or mask with a large negative number.",
+    ),
+    "loss not finite": _error(
+        "The loss itself is not finite: {operation}.",
+        "No loss scale helps: fix this operation, or compute it in float32.",
+    ),
+    "gradient not finite": _error(
+        "The loss is finite, but the gradient of {path} is not at any loss scale: "
+        "{operation}.",
+        "If it is a derivative of sqrt, log or a division at zero, replace the operand "
+        "there: jnp.sqrt(jnp.where(x > 0, x, 1))",
+    ),
+    "gradient overflows": _error(
+        "The gradients overflow, first in {path}, and are finite at loss scale "
+        "2^{finite_at}: {operation}.",
+        "A DynamicLossScale falls to that; a constant one must be as low.",
+    ),
+    "backward pass raises": _error(
+        "The backward pass raises an error at this loss scale, and none at "
+        "2^{finite_at}: {operation}.",
+        "Cap S there: DynamicLossScale(max_loss_scale=2.0**{finite_at}).",
+    ),
+}
 
 
 @printed
@@ -29,6 +67,7 @@ class Diagnosis(NamedTuple):
     """The result of `diagnose_nonfinite`, in Python values.
 
     Attributes:
+      findings: the cause and its cure; none where loss and gradients are finite.
       cause: "none", "forward" (the loss is not finite, at any S), "overflow" (the
         gradients are finite at a smaller S) or "nan" (at no S).
       path: the first gradient leaf that is not finite, as `jax.tree_util.keystr` names
@@ -45,56 +84,22 @@ class Diagnosis(NamedTuple):
         mask of -inf.
     """
 
-    cause: Literal["none", "forward", "overflow", "nan"]
+    findings: tuple[Finding, ...]
+    cause: Cause
     path: str | None = None
     finite_at_log2: int | None = None
     nonfinite_argument: str | None = None
     operation: str | None = None
     in_parameters: bool = False
 
+    @property
+    def ok(self) -> bool:
+        """Whether loss and gradients are finite."""
+        return are_notes(self.findings)
+
     def summary(self) -> str:
-        """Returns the cause and a remedy, in one or two sentences."""
-        if self.cause == "none":
-            return "Loss and gradients are finite."
-        operation = self.operation or "by an unknown operation"
-        if self.cause == "overflow" and self.path is None:
-            return (
-                "The backward pass raises an error at this loss scale, and none at "
-                f"2^{self.finite_at_log2}: {operation.rstrip('.')}."
-            )
-        if self.cause == "overflow":
-            return (
-                f"The gradients overflow, first in {self.path}, and are finite at loss "
-                f"scale 2^{self.finite_at_log2}: in the backward pass {operation}."
-            )
-        if self.in_parameters:
-            return (
-                f"{self.nonfinite_argument} is a parameter that is not finite: an "
-                "update made it so. No loss scale helps: go back to a checkpoint, and "
-                "find what in the optimizer is not finite (docs/optax.md)."
-            )
-        if self.nonfinite_argument and not self.operation:
-            what = f"{self.nonfinite_argument} is not finite itself"
-            return f"{what}. No loss scale helps: fix the input."
-        cure = "fix this operation, or compute it in float32"
-        if self.nonfinite_argument:
-            operation += f", of the infinities in {self.nonfinite_argument}"
-            cure = (
-                "if they are a mask, a whole row is masked: leave it out, or mask with "
-                "a large negative number"
-            )
-        elif self.cause == "nan":
-            cure = (
-                "if it is a derivative of sqrt, log or a division at zero, replace the "
-                "operand there: jnp.sqrt(jnp.where(x > 0, x, 1))"
-            )
-        if self.cause == "forward":
-            what = f"The loss itself is not finite: {operation}"
-            return f"{what}. No loss scale helps; {cure}."
-        return (
-            f"The loss is finite, but the gradient of {self.path} is not at any loss "
-            f"scale: in the backward pass {operation}; {cure}."
-        )
+        """Returns the finding, if there is one."""
+        return summary_of("Loss and gradients are finite.", self.findings)
 
 
 def diagnose_nonfinite(
@@ -148,24 +153,24 @@ def diagnose_nonfinite(
         pairs = zip(finite.paths, finite.leaves, strict=True)
         return bool(finite.loss), next((path for path, flag in pairs if not flag), None)
 
-    def diagnosis(
-        cause: Literal["forward", "overflow", "nan"],
-        program: Function,
-        path: str | None,
-        finite_at: int | None = None,
-    ) -> Diagnosis:
+    def diagnosis(cause: Cause, program: Function) -> Diagnosis:
         _, given, operation = origin_of(program, arrays, names)
         blamed = dict(zip(names, arrays, strict=True)).get(given or "")
         is_trained = _words(given or "") in _trained(paths, argnums, len(args))
         in_parameters = blamed is not None and is_trained and not _is_mask(blamed)
-        return Diagnosis(cause, path, finite_at, given, operation, in_parameters)
+        origin = given, operation, in_parameters
+        return _with_findings(Diagnosis((), cause, path, finite_at, *origin))
 
+    def leaf(loss: Loss, arrays: Arrays) -> PyTree:
+        backward = loss.run(s, rejoin(arrays))
+        return backward.leaves[backward.paths.index(path)]
+
+    finite_at = None
     loss_finite, path = run(s)
     if not loss_finite:
-        return diagnosis("forward", lambda x: loss.of(fun(*rejoin(x))), path)
+        return diagnosis("forward", lambda x: loss.of(fun(*rejoin(x))))
     if path is None:
-        return Diagnosis("none")
-    finite_at = None
+        return Diagnosis((), "none")
     # Start from the largest power of two below S.
     for log2_scale in range(int(np.ceil(np.log2(s))) - 1, _LOWEST_TRIED - 1, -1):
         _, smaller = run(2.0**log2_scale)
@@ -177,19 +182,44 @@ def diagnose_nonfinite(
     if path == _RAISED:  # it raises at the smallest S that is not finite
         if finite_at is None:
             raise errors[0]
-        return Diagnosis("overflow", None, finite_at, operation=said(errors[-1]))
-
-    def leaf(loss: Loss, arrays: Arrays) -> PyTree:
-        backward = loss.run(s, rejoin(arrays))
-        return backward.leaves[backward.paths.index(path)]
-
+        said_last = said(errors[-1]).rstrip(".")
+        raised = Diagnosis((), "overflow", None, finite_at, operation=said_last)
+        return _with_findings(raised)
     cause = "nan" if finite_at is None else "overflow"
     # Without `autocast` first, which loses the line around jnp.linalg.norm.
     plain = dataclasses.replace(loss, fun=_plain(loss.fun))
-    found = diagnosis(cause, functools.partial(leaf, plain), path, finite_at)
+    found = diagnosis(cause, functools.partial(leaf, plain))
     if found.operation:
         return found
-    return diagnosis(cause, functools.partial(leaf, loss), path, finite_at)
+    return diagnosis(cause, functools.partial(leaf, loss))
+
+
+def _with_findings(found: Diagnosis) -> Diagnosis:
+    """Returns a diagnosis with the finding of its cause."""
+    operation, _, line = (found.operation or "an unknown operation").partition(" at ")
+    backward = "" if found.cause == "forward" else " (backward)"
+    rule, where = _rule_of(found), f"{line}{backward}" if line else ""
+    if rule in ("parameters not finite", "argument not finite"):
+        where = found.nonfinite_argument or ""
+    values = {
+        "what": "The gradient is" if backward else "The loss is",
+        "operation": operation,
+        "path": leaf_name(found.path or ""),
+        "finite_at": found.finite_at_log2,
+        "argument": found.nonfinite_argument,
+    }
+    return found._replace(findings=findings_of(RULES, [(rule, where, values)]))
+
+
+def _rule_of(found: Diagnosis) -> str:
+    if found.cause == "overflow":
+        raises = found.path is None
+        return "backward pass raises" if raises else "gradient overflows"
+    if found.in_parameters:
+        return "parameters not finite"
+    if found.nonfinite_argument:
+        return "masked row" if found.operation else "argument not finite"
+    return "loss not finite" if found.cause == "forward" else "gradient not finite"
 
 
 def _trained(

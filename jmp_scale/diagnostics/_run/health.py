@@ -1,5 +1,6 @@
-"""`HealthLog`: describes the state of a run and its last steps, by sentences."""
+"""`HealthLog`: what is wrong in the state of a run and in its last steps."""
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -13,48 +14,79 @@ from ..._scaling.loss_scale import number_of
 from ..._state import LossScaleState
 from ..._tree import is_inexact
 from ..._types import PyTree
+from .._findings import Finding, Rule, Told, findings_of
 from .history import LossScaleHistory
 from .metrics import find_states
 
 _DIAGNOSE = "diagnose_nonfinite(loss_fn, loss_scale, params, batch)"
-
-# Sentences by kind, the most urgent first.
-_SENTENCES = {
-    "loss scale not finite": "The loss scale is {last}, with which no step is applied: "
-    "load it from a checkpoint, or put a new DynamicLossScale() in its place.",
-    "loss not finite": "{last}: the loss itself is not finite, which no loss scale "
-    "changes. {diagnose} names the operation or the argument at fault. If the "
-    "parameters are not finite although the gradients before were, the optimizer's "
-    "update was not.",
-    "parameters not finite": "{last}: the parameters are not finite although the "
-    "gradients before were: the optimizer's update was not. Go back to a checkpoint; "
-    "check_step(train_step, ...) finds an update that is not finite at the first step.",
-    "stuck at the floor": "The loss scale is stuck at its floor. {last}: "
-    "{diagnose} distinguishes a NaN, a forward pass out of range, and an overflow that "
-    "a lower min_loss_scale fixes. If it finds none, ask check_step(train_step, ...).",
-    "every step skipped": "{last}: something broke. {diagnose} finds the cause.",
-    "loss diverges": "The loss diverges: it is {current:.3g}, after {best:.3g} around "
-    "step {best_step} and {first:.3g} at the start. Go back to a checkpoint from "
-    "before, and lower the learning rate or clip the gradients.",
-    "growing norm": "The gradient norm has grown from {first:.3g} to {norm:.3g}, and "
-    "is growing: the run will diverge. Lower the learning rate, clip the gradients, or "
-    "add weight decay.",
-    "loss oscillates": "The loss swings by {swing:.0%} of its level up and down, every "
-    "{period:.0f} steps: lower the learning rate or the momentum. If an epoch takes as "
-    "many steps, shuffle the data.",
-    "bursts": "The loss leaps above twice its level {bursts} times in {steps} steps, "
-    "typically every {every} steps, and comes back. Look at the data of those steps; "
-    "if it is good, lower the learning rate or Adam's b2, or raise its eps.",
-    "no progress": "The loss is near its start after {steps} steps ({current:.3g} "
-    "after {first:.3g}{more}). If it was far above it, lower the learning rate; else "
-    "raise it or shorten the warm-up, if the model is untrained. "
-    "check_step(train_step, ...) tells whether the parameters change.",
-    "lost updates": "In the last {steps} steps {entries:.0%} of the updates, and "
-    "{magnitude:.0%} of their size, were lost in rounding. Keep the parameters in "
-    "float32 or, if they are, raise the learning rate.",
-    "frequent skips": "{last}; more than 1 % is too many. {diagnose} names the "
-    "operation that overflows: take a longer period, or a lower S if it is constant. "
-    "Look at the data of spikes.",
+_error, _warning = (functools.partial(Rule, level) for level in ("error", "warning"))
+# The most urgent first.
+RULES = {
+    "loss scale not finite": _error(
+        "The loss scale is {last}, with which no step is applied.",
+        "Load it from a checkpoint, or put a new DynamicLossScale() in its place.",
+    ),
+    "loss not finite": _error(
+        "{last}: the loss itself is not finite, which no loss scale changes.",
+        f"{_DIAGNOSE} names the operation or the argument at fault. If the parameters "
+        "are not finite although the gradients before were, the optimizer's update was "
+        "not.",
+    ),
+    "parameters not finite": _error(
+        "{last}: the parameters are not finite although the gradients before were: the "
+        "optimizer's update was not.",
+        "Go back to a checkpoint; check_step(train_step, ...) finds an update that is "
+        "not finite at the first step.",
+    ),
+    "stuck at the floor": _error(
+        "The loss scale is stuck at its floor. {last}.",
+        f"{_DIAGNOSE} distinguishes a NaN, a forward pass out of range, and an "
+        "overflow that a lower min_loss_scale fixes. If it finds none, ask "
+        "check_step(train_step, ...).",
+    ),
+    "every step skipped": _error(
+        "{last}: something broke.", f"{_DIAGNOSE} finds the cause."
+    ),
+    "loss diverges": _error(
+        "The loss diverges: it is {current:.3g}, after {best:.3g} around step "
+        "{best_step} and {first:.3g} at the start.",
+        "Go back to a checkpoint from before, and lower the learning rate or clip the "
+        "gradients.",
+    ),
+    "growing norm": _warning(
+        "The gradient norm has grown from {first:.3g} to {norm:.3g}, and is growing: "
+        "the run will diverge.",
+        "Lower the learning rate, clip the gradients, or add weight decay.",
+    ),
+    "loss oscillates": _warning(
+        "The loss swings by {swing:.0%} of its level up and down, every {period:.0f} "
+        "steps.",
+        "Lower the learning rate or the momentum. If an epoch takes as many steps, "
+        "shuffle the data.",
+    ),
+    "bursts": _warning(
+        "The loss leaps above twice its level {bursts} times in {steps} steps, "
+        "typically every {every} steps, and comes back.",
+        "Look at the data of those steps; if it is good, lower the learning rate or "
+        "Adam's b2, or raise its eps.",
+    ),
+    "no progress": _warning(
+        "The loss is near its start after {steps} steps ({current:.3g} after "
+        "{first:.3g}{more}).",
+        "If it was far above it, lower the learning rate; else raise it or shorten the "
+        "warm-up, if the model is untrained. check_step(train_step, ...) tells whether "
+        "the parameters change.",
+    ),
+    "lost updates": _warning(
+        "In the last {steps} steps {entries:.0%} of the updates, and {magnitude:.0%} "
+        "of their size, were lost in rounding.",
+        "Keep the parameters in float32 or, if they are, raise the learning rate.",
+    ),
+    "frequent skips": _warning(
+        "{last}; more than 1 % is too many.",
+        f"{_DIAGNOSE} names the operation that overflows: take a longer period, or a "
+        "lower S if it is constant. Look at the data of spikes.",
+    ),
 }
 
 _NORMAL_RATE = 0.01  # of skipped steps; a default period causes 0.0005
@@ -66,29 +98,30 @@ _RECENT = 100  # steps that the checks of updates and of norms cover
 _WIDE = 101  # steps of a running median: longer than an oscillation or a burst
 
 Steps = dict[str, np.ndarray]  # of `LossScaleHistory.to_dict`
-KindAndValues = tuple[str, dict[str, Any]]  # a finding, and what its sentence names
+RuleAndValues = tuple[str, dict[str, Any]]
 
 
 class HealthLog:
-    """Describes the health of a run: a sentence when a finding begins, one at its end.
+    """Tells what is wrong in a run when it begins, and when it is over.
 
     Use it in the training loop, every hundred steps or so, or once on any state:
     `HealthLog()(opt_state)` returns all findings. It is a callable for the host, which
-    remembers its last findings. A skipped step that is normal is not a finding. Each
-    sentence has its section in `docs/troubleshoot.md`.
+    remembers its last findings. A skipped step that is normal is not a finding.
 
     Attributes:
-      kinds: names of the last findings, such as "loss diverges", for code that reacts
+      rules: those of the last findings, such as "loss diverges", for code that reacts
         to them. With several states each starts with a path, "['generator']: ".
     """
 
     def __init__(self) -> None:
-        self.kinds: frozenset[str] = frozenset()
+        self.rules: frozenset[str] = frozenset()
 
     def __call__(
         self, opt_state: PyTree, history: LossScaleHistory | None = None
-    ) -> list[str]:
-        """Returns the sentences that are new since the last call, most urgent first.
+    ) -> list[Finding]:
+        """Returns the findings that are new since the last call, most urgent first.
+
+        What has ended comes last, as a note "over: ...".
 
         Args:
           opt_state: state of `with_loss_scale`, at any depth of any pytree. If the
@@ -101,34 +134,37 @@ class HealthLog:
           ValueError: there is no such state in `opt_state`.
           TypeError: the state has a leading axis of replicas or of a `vmap`.
         """
-        findings = _findings(opt_state, history)
-        new = [text for kind, text in findings.items() if kind not in self.kinds]
-        over = [f"Over: {kind}." for kind in sorted(self.kinds - findings.keys())]
-        self.kinds = frozenset(findings)
-        return new + over
+        told = _told(opt_state, history)
+        found = dict(zip(told, findings_of(RULES, told.values()), strict=True))
+        new = [finding for name, finding in found.items() if name not in self.rules]
+        for name in sorted(self.rules - found.keys()):
+            path, _, rule = name.rpartition(": ")
+            new.append(Finding(rule, "note", path, f"over: {rule}.", ""))
+        self.rules = frozenset(found)
+        return new
 
 
-def _findings(opt_state: PyTree, history: LossScaleHistory | None) -> dict[str, str]:
-    """Returns sentences by kind."""
+def _told(opt_state: PyTree, history: LossScaleHistory | None) -> dict[str, Told]:
+    """Returns what is told, by rule, after the path of the state if there are more."""
     states = find_states("HealthLog", opt_state)
-    steps, found = None, []
+    steps, where, found = None, "", []
     if history is not None and history.pushed > 0:
         steps = history.to_dict()
-        found += [("", *finding) for finding in _trends(history, steps)]
+        where = f"steps {steps['step'][0]} to {steps['step'][-1]}"
+        found += [("", *trend) for trend in _trends(history, steps)]
     for path, state in states:
-        prefix = f"{path}: " if len(states) > 1 else ""
         # What is said of the last steps replaces the recorded rate.
-        finding = _present(state, steps) or (steps and _frequent(steps))
-        if finding:
-            kind, last = finding
-            if kind == "loss not finite" and not _others_are_finite(opt_state):
-                kind = "parameters not finite"
-            found.append((prefix, kind, {"last": last}))
-    order, sentences = list(_SENTENCES), {}
-    for prefix, kind, values in sorted(found, key=lambda f: order.index(f[1])):
-        text = _SENTENCES[kind].format(diagnose=_DIAGNOSE, **values)
-        sentences[prefix + kind] = f"{prefix}{text} [{kind}]"
-    return sentences
+        skips = _present(state, steps) or (steps and _frequent(steps))
+        if skips:
+            rule, last = skips
+            if rule == "loss not finite" and not _others_are_finite(opt_state):
+                rule = "parameters not finite"
+            found.append((path if states[1:] else "", rule, {"last": last}))
+    order, told = [*RULES], {}
+    for path, rule, values in sorted(found, key=lambda f: order.index(f[1])):
+        name = f"{path}: {rule}" if path else rule
+        told[name] = rule, ", ".join(filter(None, (path, where))), values
+    return told
 
 
 def _others_are_finite(tree: PyTree) -> bool:
@@ -201,7 +237,7 @@ def _frequent(steps: Steps) -> tuple[str, str] | None:
     return "loss not finite" if is_of_loss else "frequent skips", last
 
 
-def _trends(history: LossScaleHistory, steps: Steps) -> Iterator[KindAndValues]:
+def _trends(history: LossScaleHistory, steps: Steps) -> Iterator[RuleAndValues]:
     """Yields what goes wrong with finite losses and norms, of the applied steps."""
     keep = steps["applied"]
     columns = {name: x[keep].astype(np.float64) for name, x in steps.items()}
@@ -213,7 +249,7 @@ def _trends(history: LossScaleHistory, steps: Steps) -> Iterator[KindAndValues]:
         yield from _unsteady(loss, step, float(history.first_loss))
 
 
-def _norm_findings(columns: Steps, first: float) -> Iterator[KindAndValues]:
+def _norm_findings(columns: Steps, first: float) -> Iterator[RuleAndValues]:
     """Findings on updates that rounding loses, and on gradient norms that grow."""
     norms = columns["grad_norm"][np.isfinite(columns["grad_norm"])]
     known = np.isfinite(columns["lost_magnitude"])
@@ -234,7 +270,7 @@ def _norm_findings(columns: Steps, first: float) -> Iterator[KindAndValues]:
 
 def _loss_findings(
     loss: np.ndarray, step: np.ndarray, first: float
-) -> Iterator[KindAndValues]:
+) -> Iterator[RuleAndValues]:
     """Findings on finite losses, by their medians over blocks of steps."""
     block = max(3, min(20, len(loss) // 10))  # steps of a median
     blocks = loss[len(loss) % block :].reshape(-1, block)
@@ -266,7 +302,7 @@ def _loss_findings(
 
 def _unsteady(
     loss: np.ndarray, step: np.ndarray, first: float
-) -> Iterator[KindAndValues]:
+) -> Iterator[RuleAndValues]:
     """Findings on a loss that swings or leaps."""
     if len(loss) < 3 * _WIDE:
         return

@@ -22,13 +22,17 @@ pytestmark = pytest.mark.strict_promotion
 
 def test_a_finite_step_is_diagnosed_as_such():
     diagnosis = diagnose(forgetful, 2.0**15, jnp.ones(3), jnp.ones(3))
-    assert diagnosis == Diagnosis("none")
+    assert diagnosis == Diagnosis((), "none")
+    assert (diagnosis.ok, str(diagnosis)) == (True, "Loss and gradients are finite.")
 
 
 def test_an_overflow_is_finite_from_the_largest_smaller_scale_on():
     diagnosis = diagnose(forgetful, 1e12, jnp.ones(3), jnp.ones(3))
     assert (diagnosis.cause, diagnosis.finite_at_log2) == ("overflow", 35)
-    assert "2^35: in the backward pass a cast to float16 gave" in diagnosis.summary()
+    (finding,) = diagnosis.findings
+    assert finding.rule == "gradient overflows"
+    assert finding.where.endswith("losses.py:15 (backward)")
+    assert "2^35: a cast to float16 gave infinity" in finding.text
 
 
 def out_of_range(w):
@@ -65,7 +69,8 @@ def test_an_argument_that_is_not_finite_is_named():
     assert (diagnosis.cause, diagnosis.path) == ("forward", "['w']")
     assert diagnosis.nonfinite_argument == "args[1]['x']"
     assert diagnosis.operation is None
-    assert diagnosis.summary().startswith("args[1]['x'] is not finite itself")
+    (finding,) = diagnosis.findings
+    assert finding[:3] == ("argument not finite", "error", "args[1]['x']")
 
 
 X = jnp.float32(np.full((4, 6), 0.5) + np.arange(4.0)[:, None] / 10)
@@ -119,8 +124,8 @@ def test_a_parameter_that_is_not_finite_was_made_so_by_an_update(case):
     assert diagnosis.cause != "none"
     assert diagnosis.in_parameters is (leaf is not None)
     assert not leaf or diagnosis.nonfinite_argument.startswith(leaf)
-    said = "is a parameter that is not finite: an update made it so"
-    assert (said in str(diagnosis)) is diagnosis.in_parameters
+    rules = [finding.rule for finding in diagnosis.findings]
+    assert (rules == ["parameters not finite"]) is diagnosis.in_parameters
 
 
 def test_a_backward_pass_that_raises_is_diagnosed_by_the_scale_where_it_does_not():
@@ -134,8 +139,10 @@ def test_a_backward_pass_that_raises_is_diagnosed_by_the_scale_where_it_does_not
     solve.defvjp(lambda x: (x, None), backward)
     diagnosis = diagnose(lambda w: solve(w).sum(), 2.0**15, jnp.ones(3))
     assert (diagnosis.cause, diagnosis.finite_at_log2) == ("overflow", 9)
-    assert "raises an error at this loss scale, and none at 2^9" in str(diagnosis)
-    assert str(diagnosis).endswith("Error: did not converge.")
+    (finding,) = diagnosis.findings
+    assert finding.rule == "backward pass raises"
+    assert "raises an error at this loss scale, and none at 2^9" in finding.text
+    assert finding.text.endswith("Error: did not converge.")
 
 
 def test_a_backward_pass_that_raises_at_every_scale_raises():
@@ -234,6 +241,8 @@ BACKWARD = [norm_at_zero, sqrt_in_a_scan, sqrt_in_a_checkpoint, rule_of_a_custom
 BATCHES = {masked_row: {"x": X, "bias": EMPTY_ROW}}
 # Arguments and constants whose infinities are the cause. MASK never is.
 BLAMED = {masked_row: "args[1]['bias']", row_of_a_constant: "a constant float32[4,4]"}
+RULE_OF = dict.fromkeys(BLAMED, "masked row")
+RULE_OF |= dict.fromkeys(BACKWARD, "gradient not finite")
 FORMS = {
     "float32": lambda fun: fun,
     "autocast": lambda fun: jmp_scale.autocast(fun, "float16"),
@@ -264,13 +273,16 @@ def test_the_operation_of_the_forward_or_backward_pass_is_named(fun, form):
     where = attended if fun in BLAMED else fun
     others = [divided_by_zero] if fun is rule_of_a_custom_jvp else []
     assert diagnosis.operation in marked(where, *others)
-    assert diagnosis.operation in diagnosis.summary()
     assert diagnosis.cause == ("forward" if fun in FORWARD else "nan")
+    (finding,) = diagnosis.findings
+    operation, _, line = diagnosis.operation.partition(" at ")
+    assert finding.where == line + " (backward)" * (fun in BACKWARD)
+    assert operation in finding.text
+    assert finding.rule == RULE_OF.get(fun, "loss not finite")
     blamed = diagnosis.nonfinite_argument or ""
     assert bool(blamed) == (fun in BLAMED)
     assert blamed.startswith(BLAMED.get(fun, ""))
-    assert ("of the infinities in" in diagnosis.summary()) == (fun in BLAMED)
-    assert ("in the backward pass" in diagnosis.summary()) == (fun in BACKWARD)
+    assert ("of the infinities in" in finding.text) == (fun in BLAMED)
 
 
 def product_out_of_range(w, x):
@@ -296,7 +308,7 @@ def test_a_constant_that_is_nan_is_named_and_no_operation():
     batch = jnp.array([[1.0, jnp.nan], [1.0, 2.0]])
     loss = lambda w: jnp.sum((batch @ w) ** 2)  # noqa: E731
     found = diagnose(jmp_scale.autocast(loss, "float16"), 1, jnp.eye(2))
-    text = found.summary()
-    assert text.startswith("a constant float32[2,2]")
-    assert "is not finite itself" in text
+    (finding,) = found.findings
+    assert finding.where.startswith("a constant float32[2,2]")
+    assert finding.rule == "argument not finite"
     assert found.operation is None

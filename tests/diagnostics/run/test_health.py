@@ -1,7 +1,5 @@
 """What `HealthLog` says about a state and a history: one case for each finding."""
 
-import re
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -47,7 +45,7 @@ WELL = {
     "a spike": (spiked(4, 4),),
     "a spike that overflows": (spiked(1, 3)._replace(grads_finite=jnp.array(False)),),
 }
-# Words of the sentence before the same.
+# Words of the finding, before the same.
 FINDINGS = {
     "frequent": ("take a longer period", state(skipped=3), [*[1] * 5, 0, 1, 0, 1]),
     "losses": ("last at step 5, 7): the l", state(None, 2), [*[1] * 5, -1, 1, -1, 1]),
@@ -78,21 +76,23 @@ def test_nothing_is_said_of_what_is_normal(case):
 
 
 @pytest.mark.parametrize("case", FINDINGS)
-def test_each_finding_is_one_sentence_that_ends_with_the_name_of_its_section(case):
+def test_what_is_not_normal_is_one_finding_with_the_steps_that_are_known(case):
     expected, opt_state, *flags = FINDINGS[case]
     log = diagnostics.HealthLog()
-    (sentence,) = log(opt_state, *map(history_with, flags))
-    assert expected in sentence
-    assert sentence.endswith(f". [{', '.join(log.kinds)}]")
+    (finding,) = log(opt_state, *map(history_with, flags))
+    assert expected in str(finding)
+    assert log.rules == {finding.rule}
+    assert finding.where == "".join(f"steps 0 to {len(f) - 1}" for f in flags)
 
 
 def test_a_finding_is_told_when_it_begins_and_when_it_is_over():
     log = diagnostics.HealthLog()
     floor = jmp_scale.DynamicLossScale(1.0)
     assert log(state()) == []
-    assert "stuck" in log(state(floor, 9, 9))[0]
+    assert [f.level for f in log(state(floor, 9, 9))] == ["error"]
     assert log(state(floor, 10, 10)) == []
-    assert log(state(floor, 10, 0)) == ["Over: stuck at the floor."]
+    (over,) = log(state(floor, 10, 0))
+    assert over == ("stuck at the floor", "note", "", "over: stuck at the floor.", "")
     assert log(state(floor, 10, 0)) == []
 
 
@@ -102,12 +102,15 @@ def test_states_are_found_at_any_depth_and_told_apart():
         "dis": [None, state(STATIC(0.5), 10, 10)],
     }
     log = diagnostics.HealthLog()
-    (sentence,) = log(nested)
-    assert sentence.startswith("['dis'][1]: The last 10 steps")
-    assert log.kinds == {"['dis'][1]: every step skipped"}
+    (finding,) = log(nested)
+    assert finding[:3] == ("every step skipped", "error", "['dis'][1]")
+    assert log.rules == {"['dis'][1]: every step skipped"}
     scalars = diagnostics.metrics(nested)
     assert int(scalars["['gen'][0][0].skipped"]) == 1
     assert float(scalars["['dis'][1].loss_scale"]) == 0.5
+    nested["dis"][1] = state()
+    (over,) = log(nested)
+    assert over[:3] == ("every step skipped", "note", "['dis'][1]")
 
 
 @pytest.mark.parametrize("name", ["HealthLog", "metrics"])
@@ -130,7 +133,7 @@ def test_up_to_one_skip_in_a_hundred_is_normal(skipped, cause):
     spikes = 0 if cause == "overflow" else count
     words = f"{count} of the last 200 steps were skipped ({count / 2}%, {spikes} as "
     words += f"spikes; last at step {', '.join(map(str, skipped[-5:]))}); more than 1 %"
-    assert all(words in text for text in said)
+    assert all(words in str(finding) for finding in said)
 
 
 def test_parameters_that_an_update_made_nan_are_told_where_they_are_at_hand():
@@ -143,13 +146,13 @@ def test_parameters_that_an_update_made_nan_are_told_where_they_are_at_hand():
     ):
         log = diagnostics.HealthLog()
         (said,) = log({"params": jnp.array(params, "float32"), "opt": broken})
-        assert log.kinds == {kind}
-        assert "although the gradients before were" in said
+        assert log.rules == {kind}
+        assert "although the gradients before were" in str(said)
     assert diagnostics.HealthLog()({"ema": jnp.float32(jnp.nan), "opt": state()}) == []
 
 
 def test_the_most_urgent_finding_comes_first():
     applied = ~np.isin(np.arange(200), [100, 110, 120])
     history = history_of(applied=applied, loss=np.repeat([1.0, 50.0], 100))
-    found = " ".join(diagnostics.HealthLog()(state(), history))
-    assert re.findall(r"\[(.*?)\]", found) == ["loss diverges", "frequent skips"]
+    found = [finding.rule for finding in diagnostics.HealthLog()(state(), history)]
+    assert found == ["loss diverges", "frequent skips"]

@@ -41,7 +41,7 @@ def lost(share):
 
 SINE, EVERY_25 = np.sin(np.arange(800) / 5), np.arange(800) % 25 == 0
 FALLS, RAMP = falling(800) / noise(800, 0.04), np.arange(800) / 800
-# Columns of a history, or a loss; the kind of finding, and words of its sentence.
+# Columns of a history, or a loss; the rule, and words of its text.
 RUNS = {
     # A run that falls, with the symptoms of instability on top of it.
     "swings": (
@@ -115,5 +115,5 @@ def test_a_run_has_the_finding_that_its_losses_and_norms_deserve(name):
         columns = {"loss": columns, "grad_norm": norm}
     log = diagnostics.HealthLog()
     said = log(state(), history_of(**columns))
-    assert [*log.kinds] == expected[:1]
-    assert all(words in said[0] for words in expected[1:])
+    assert [*log.rules] == expected[:1]
+    assert all(words in said[0].text for words in expected[1:])

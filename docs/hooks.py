@@ -11,12 +11,17 @@ import pathlib
 import re
 import tomllib
 
+import griffe
+import pygments
 import yaml
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
 
 DOCS = pathlib.Path(__file__).parent
 WORDS = yaml.safe_load((DOCS / "search_words.yml").read_text())
+PACKAGE = griffe.load("jmp_scale", search_paths=[DOCS.parent])
 # What `npm ci --prefix docs` installs.
 MINISEARCH = DOCS / "node_modules/minisearch"
 MATERIALS_WORKER = re.compile(r"assets/javascripts/workers/search\.\w+\.min\.js")
@@ -93,6 +98,12 @@ RESULT = re.compile(
     r'(doc-section-title">Returns:.*?field-body">)\s*<code>.*?\u2013\s*(?=<div)',
     re.DOTALL,
 )
+# The statistics of a guard, which are no arguments of its users.
+STATISTICS = re.compile(
+    r' *<span class="o">\*</span><span class="p">,</span>\n'
+    r'(?: *<span class="n">\w+</span>[^\n]*>LeafField</span>[^\n]*\n)+'
+)
+HEADING = re.compile(r'<h2 id="([\w.]+)" class="doc doc-heading">.*?</h2>', re.DOTALL)
 DASH = re.compile(r"(</b>|</code>|\))\s*\u2013\s*(?=<div)")
 PARTS = re.compile(
     r"<pre.*?</pre>|<h\d.*?</h\d>|<a[ >].*?</a>|<autoref.*?</autoref>"
@@ -234,5 +245,16 @@ def on_page_content(html, page, **_):
         return f'<autoref identifier="{target}" optional>{whole}</autoref>'
 
     html = ARGUMENTS.sub(lambda part: TYPE.sub(r"\1:", part[0]), html)
-    html = DASH.sub(r"\1:", RESULT.sub(r"\1", html))
+    html = STATISTICS.sub("", DASH.sub(r"\1:", RESULT.sub(r"\1", html)))
+    html = HEADING.sub(lambda heading: heading[0] + _source(heading[1]), html)
     return PARTS.sub(linked, html)
+
+
+def _source(name):
+    """The source of a name of the package, folded."""
+    found = PACKAGE[name.removeprefix("jmp_scale.")]
+    found = found.final_target if found.is_alias else found
+    place = f"{found.filepath.relative_to(DOCS.parent)}, line {found.lineno}"
+    code = pygments.highlight(found.source, PythonLexer(), HtmlFormatter())
+    summary = f'<summary title="{place}">source</summary>'
+    return f'<details class="source" data-search-exclude>{summary}{code}</details>'

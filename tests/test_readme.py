@@ -122,7 +122,10 @@ def test_the_program_of_float16_learns(capsys):
     exec(PROGRAM, names)
     zeros = jax.tree.map(jnp.zeros_like, names["params"])
     assert names["loss"] < names["loss_fn"](zeros, names["x"]) / 2
-    assert capsys.readouterr().out.split() == [str(names["loss"]), "32768.0"]
+    printed, scale = capsys.readouterr().out.split()
+    shown, scale_shown = re.findall(r"^print\(.*  # (.*) (.*)$", PROGRAM, re.M)[0]
+    assert scale == scale_shown
+    assert float(printed) == pytest.approx(float(shown), rel=0.1)  # CPUs differ
 
 
 def test_what_stood_there_before_is_a_loop_that_runs(names):

@@ -77,6 +77,7 @@ def test_the_site_links_the_repository_and_the_notebook_on_colab(copy, tmp_path)
     index = (tmp_path / "index.html").read_text()
     assert '<link rel="canonical" href="https://an-owner.github.io/jmp_scale/' in index
     assert f'<a href="{ADDRESS}"' in index
+    assert f'<a href="{ADDRESS}/issues"' in index
     assert '<code>pip install "jmp_scale[flax]"</code>' in index
     colab = ADDRESS.replace("github.com", "colab.research.google.com/github")
     assert f'href="{colab}/blob/main/docs/' in (tmp_path / "notebook.html").read_text()

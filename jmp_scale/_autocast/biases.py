@@ -26,7 +26,7 @@ _EXPENSIVE = _jaxpr.words("""
     pow rsqrt sin sqrt tan tanh
 """)
 # Between a product and its bias.
-MOVES = _jaxpr.REARRANGES | {"convert_element_type", "name"}
+BETWEEN = _jaxpr.REARRANGES | {"convert_element_type", "name"}
 
 
 def adds_bias(

@@ -20,7 +20,7 @@ _behind_barrier = jax.jit(functools.partial(on_gpu, lax.optimization_barrier))
 
 @dataclasses.dataclass(eq=False)
 class Notes:
-    """What one call of a program has met so far, nested programs included."""
+    """What one call of a program has found so far, nested programs included."""
 
     warned: set[str]  # of these there is no further warning
     is_unscaled: bool = False  # whether no loss scale reaches its gradients

@@ -15,7 +15,7 @@ C = TypeVar("C")
 T = TypeVar("T")
 ByPosition = dict[int, jax.Array]
 # Name of the functions with a rule of their own that `autocast` makes: in a traced
-# program it tells the report that autocast was there.
+# program the report knows by it that autocast was there.
 CAST = "autocast_products"
 
 # Returns `value`, differentiates as its first argument.
@@ -85,8 +85,8 @@ def with_derivative(
 ) -> Callable[..., Any]:
     """Returns `forward` with this derivative, whose products policies can see.
 
-    A policy of `jax.checkpoint` is asked of each product that it meets where a function
-    is differentiated. The rule runs the function inline, so that its products are met.
+    A policy of `jax.checkpoint` is asked of each product within a function that is
+    differentiated. The rule runs the function inline, so that it is asked of these.
     `derivative` takes the results, the arguments and their tangents.
     """
 

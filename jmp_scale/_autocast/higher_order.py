@@ -1,6 +1,6 @@
 """Evaluates calls, loops and branches of a traced program with other bodies.
 
-They are put back through JAX's public functions, because the parameters of its
+They are called again through JAX's public functions, because the parameters of its
 higher-order primitives are not an interface.
 """
 
@@ -117,25 +117,24 @@ def _custom_jvp(eqn: JaxprEqn, operands: Arrays, body: Body) -> Arrays | None:
     jaxpr = _jaxpr.subjaxprs(eqn)[0]
     fun = jax.custom_jvp(body(jaxpr, range(len(operands)), ""))
     first, count = _jaxpr.params_of(eqn).get("num_consts", 0), len(eqn.outvars)
-    moves = [not stays for stays in given.zeros]
 
     def rule(primals: Arrays, tangents: list[Any]) -> tuple[Arrays, list[Any]]:
         pairs = zip(primals, tangents, strict=True)
-        moving = [
+        instantiated = [
             zero_from_primal(x) if isinstance(t, SymbolicZero) else t for x, t in pairs
         ]
-        inputs = [*primals[first:], *moving[first:]]
+        inputs = [*primals[first:], *instantiated[first:]]
         places = [None] * len(inputs)
         of_results = body(given.jaxpr, places, "rule")
         of_tangents = body(given.jaxpr, places, "tangents")
         results = found = of_results(*inputs)
         if of_tangents is not of_results:  # the backward pass has a dtype of its own
             found = of_tangents(*inputs)
-        outs, moved = results[:count], iter(found[count:])
+        outs, nonzero = results[:count], iter(found[count:])
         # JAX takes symbolic zeros of rules that may be given some.
         return outs, [
-            next(moved) if is_moving else zero_from_primal(x, symbolic_zeros=True)
-            for x, is_moving in zip(outs, moves, strict=True)
+            zero_from_primal(x, symbolic_zeros=True) if is_zero else next(nonzero)
+            for x, is_zero in zip(outs, given.zeros, strict=True)
         ]
 
     fun.defjvp(rule, symbolic_zeros=True)
@@ -159,7 +158,7 @@ def _shard_map(eqn: JaxprEqn, operands: Arrays, body: Body) -> Arrays:
 
 
 # The results of an equation whose nested jaxprs are `body`'s functions, by its
-# primitive; None if it cannot be put back.
+# primitive; None if it cannot be called again.
 CALLS: dict[str, Callable[[JaxprEqn, Arrays, Body], Arrays | None]] = {
     "scan": _scan,
     "scan3": _scan3,

@@ -34,7 +34,7 @@ from .higher_order import (
     places_as_stored,
     places_in_every_run,
 )
-from .marks import Met, meet
+from .marks import Match, matched
 from .products import Product, becomes_half, has_products
 from .provenance import Origin, Rules, Step, read
 from .recompute.plan import Unit, make_plan
@@ -174,16 +174,16 @@ class Interpreter(Casting):
         return values.cast(v, self.forward)
 
     def _has_float32_result(self, eqn: JaxprEqn) -> bool:
-        return bool(self._meet(self.float32_results, eqn).found)
+        return bool(self._matched(self.float32_results, eqn).found)
 
     def _is_exempt(self, eqn: JaxprEqn) -> bool:
-        return self._meet(self.names, eqn).is_exempt or self.in_exempt
+        return self._matched(self.names, eqn).is_exempt or self.in_exempt
 
-    def _meet(self, names: frozenset[str], eqn: JaxprEqn) -> Met:
-        met = meet(names, eqn)
-        self.notes.found.update(met.found)
-        self.notes.there.update(met.there)
-        return met
+    def _matched(self, names: frozenset[str], eqn: JaxprEqn) -> Match:
+        match = matched(names, eqn)
+        self.notes.found.update(match.found)
+        self.notes.there.update(match.there)
+        return match
 
     def _as_traced(self, step: Step, values: Values) -> Sequence[jax.Array]:
         """Evaluates an equation as it is, or one whose nested jaxprs hold products."""

@@ -193,7 +193,7 @@ def _cast(tree: T, old: str, new: str) -> T:
     return jax.tree.map(cast, tree)
 
 
-class Met(NamedTuple):
+class Match(NamedTuple):
     """The names of `keep_float32=` that match a product or a call."""
 
     is_exempt: bool  # it stays float32
@@ -201,24 +201,24 @@ class Met(NamedTuple):
     there: set[str]  # the names by which it could be named
 
 
-def meet(names: Collection[str], eqn: JaxprEqn) -> Met:
+def matched(names: Collection[str], eqn: JaxprEqn) -> Match:
     """Matches names of functions, scopes, modules and "file.py:123" to an equation."""
     scopes = re.findall(r"[\w.:-]+", str(eqn.source_info.name_stack))
     if not names:
-        return Met(_EXEMPT in scopes, set(), set())
+        return Match(_EXEMPT in scopes, set(), set())
     frames, dotted = _frames_of(eqn), f".{'.'.join(scopes)}."
     own = {*scopes, *frames.own}
     if len(_jaxpr.subjaxprs(eqn)) == 1:  # one function is called
         own.add(_jaxpr.name_of_call(eqn))
 
-    def is_met(name: str) -> bool:
+    def is_matched(name: str) -> bool:
         is_function = name in own or name in frames.others
         is_place = any(place.endswith(f"/{name}") for place in frames.places)
         return is_function or is_place or f".{name}." in dotted
 
-    found = {*filter(is_met, names)}
+    found = {*filter(is_matched, names)}
     # A lambda has the name "".
-    return Met(bool(found) or _EXEMPT in scopes, found, own - {""})
+    return Match(bool(found) or _EXEMPT in scopes, found, own - {""})
 
 
 class _Frames(NamedTuple):

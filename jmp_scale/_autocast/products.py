@@ -146,7 +146,7 @@ def fate(
     own, or if a matrix unit gains nothing. A vector times a matrix that `is_parameter`
     is one row of a batch. An operand that `is_constant` is computed from integers and
     constants alone. `is_exempt`, whether a name keeps the product float32, is asked
-    last: it may note which products were met.
+    last: it may note which products there are.
     """
     operands = {_jaxpr.dtype_name(v) for v in eqn.invars[:2]}
     result = _jaxpr.dtype_name(eqn.outvars[0])

@@ -17,7 +17,7 @@ from .. import _jaxpr, _jaxpr_rewrite
 from .._jaxpr import Atom, Jaxpr, JaxprEqn, Var, dtype_name, is_float32, variables
 from .._policy import is_half
 from .._types import PyTree
-from .biases import MOVES, adds_bias, sizes_of_expensive, with_rounding
+from .biases import BETWEEN, adds_bias, sizes_of_expensive, with_rounding
 from .picks import as_pick, has_picks, may_pick
 from .products import (
     Fate,
@@ -136,8 +136,8 @@ class Reading:
         self.provenance = Provenances(self.given)
         # The equations of `jaxpr` whose results or effects are wanted.
         self.steps: list[Step] = []
-        # `checkpoint_name`s of results of products. The name moves to the array that is
-        # saved, because policies of `jax.checkpoint` save what has a name.
+        # `checkpoint_name`s of results of products. The array that is saved gets the
+        # name, because policies of `jax.checkpoint` save what has a name.
         self.names: dict[Var, str] = {}
         self._maker: dict[Var, Step] = {}
         self._tables = _tables_of(self.jaxpr)
@@ -198,7 +198,7 @@ class Reading:
             return None
 
         def before(v: Var) -> Var:
-            return self._before(v, MOVES)[0]
+            return self._before(v, BETWEEN)[0]
 
         def is_product(v: Var) -> bool:
             return self._is_product(before(v))
@@ -293,12 +293,12 @@ class Reading:
         source, _ = self._before(v, _jaxpr.SAME_ENTRIES)
         return self.stored[source].name if source in self.stored else dtype_name(v)
 
-    def _before(self, v: Var, moves: Collection[str]) -> tuple[Var, list[JaxprEqn]]:
-        """Returns an array before its elements were moved, and the moving equations."""
+    def _before(self, v: Var, names: Collection[str]) -> tuple[Var, list[JaxprEqn]]:
+        """Returns an array before operations of these names, and their equations."""
         eqns: list[JaxprEqn] = []
         while (maker := self._maker.get(v)) and maker.kind != "move":
             sources = variables(maker.eqn.invars)
-            if len(sources) != 1 or maker.eqn.primitive.name not in moves:
+            if len(sources) != 1 or maker.eqn.primitive.name not in names:
                 break
             eqns.insert(0, maker.eqn)
             (v,) = sources

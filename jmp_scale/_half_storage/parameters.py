@@ -30,10 +30,10 @@ def full_parameters(params: PyTree, opt_state: PyTree) -> PyTree:
         those of these parameters, or of two optimizers.
     """
     refuse_states("full_parameters", params)
-    kept = remainders("full_parameters", opt_state)
+    lower = remainders("full_parameters", opt_state)
     leaves = leaves_by_name(with_arrays(params))
-    check_pairs("full_parameters", leaves, kept)
-    joined = [join(leaf, kept.get(name)) for name, leaf in leaves.items()]
+    check_pairs("full_parameters", leaves, lower)
+    joined = [join(leaf, lower.get(name)) for name, leaf in leaves.items()]
     return jax.tree.unflatten(jax.tree.structure(params), joined)
 
 
@@ -76,10 +76,10 @@ def check_pairs(
     """Raises an error unless remainders and parameters belong together."""
     for name in sorted(params.keys() | remainders.keys()):
         p: PyTree = params.get(name)
-        kept = remainders.get(name)
-        if kept is None and not (has_all and is_bfloat16(p)):
+        lower = remainders.get(name)
+        if lower is None and not (has_all and is_bfloat16(p)):
             continue
-        wanted = "float32" if kept is None else f"bfloat16{[*kept.shape]}"
+        wanted = "float32" if lower is None else f"bfloat16{[*lower.shape]}"
         got = f"{p.dtype}{[*p.shape]}" if hasattr(p, "dtype") else "none"
         if got != wanted:
             raise ValueError(

@@ -243,7 +243,9 @@ class _HalfStorage:
                 f"{', '.join(sorted(found)) or 'no such fields'}; pass the names of "
                 "its averages, or leave this optimizer as it is"
             )
+        self._check_centered(inner_state, params)
 
+    def _check_centered(self, inner_state: optax.OptState, params: PyTree) -> None:
         def is_centered(node: PyTree) -> bool:
             return type(node).__name__.startswith("ScaleByRStdDev")
 
@@ -276,8 +278,8 @@ class _HalfStorage:
                 "remainders=, got that of another; write "
                 "tx.init(params)._replace(inner_state=state.inner_state)"
             )
-        leaves, kept = leaves_by_name(params), leaves_by_name(state.remainders)
-        check_pairs(_NAME, leaves, kept, has_all=self.remainders)
+        remainders = leaves_by_name(state.remainders)
+        check_pairs(_NAME, leaves_by_name(params), remainders, self.remainders)
 
 
 class _Place(NamedTuple):

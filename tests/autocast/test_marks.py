@@ -15,7 +15,7 @@ from jax import lax
 
 from jmp_scale import _jaxpr, autocast, in_half, keep_float32
 from jmp_scale._autocast import marks as _marks
-from jmp_scale._autocast.marks import meet
+from jmp_scale._autocast.marks import matched
 
 
 def energy(w, x):
@@ -56,12 +56,12 @@ def product(fun=energy):
     ],
 )
 def test_a_product_is_named_by_functions_scopes_and_places(name, is_exempt):
-    met = meet({name, "nothing"}, product(Model().layer))
-    assert met.is_exempt == is_exempt
-    assert met.found == ({name} if is_exempt else set())
-    assert {"energy", "layer", "head", "dense"} <= met.there
-    assert "nothing" not in met.there
-    assert not met.there & {"matmul", "dot_general", "bind", "ArrayImpl"}
+    match = matched({name, "nothing"}, product(Model().layer))
+    assert match.is_exempt == is_exempt
+    assert match.found == ({name} if is_exempt else set())
+    assert {"energy", "layer", "head", "dense"} <= match.there
+    assert "nothing" not in match.there
+    assert not match.there & {"matmul", "dot_general", "bind", "ArrayImpl"}
 
 
 def test_frames_outside_of_a_nested_trace_do_not_name_a_product():
@@ -74,9 +74,9 @@ def test_frames_outside_of_a_nested_trace_do_not_name_a_product():
         return first(w, x)
 
     eqn = product(outside)
-    met = meet({"outside"}, eqn)
-    assert not met.is_exempt
-    assert "outside" not in met.there
+    match = matched({"outside"}, eqn)
+    assert not match.is_exempt
+    assert "outside" not in match.there
 
 
 def test_a_jitted_function_is_traced_anew_for_each_dtype():

@@ -18,7 +18,7 @@ from ..._autocast.casting import Notes
 from ..._autocast.derivatives import Traces, linear, live_of
 from ..._autocast.higher_order import Part
 from ..._autocast.interpreter import Interpreter, Values
-from ..._autocast.marks import meet, tracing
+from ..._autocast.marks import matched, tracing
 from ..._autocast.products import Product, becomes_half, sum_of_terms
 from ..._autocast.provenance import Origin
 from ..._autocast.recompute.plan import Unit
@@ -231,7 +231,7 @@ class ProductGroup:
         return tuple(scope.name for scope in scopes)
 
     def is_kept(self, name: str) -> bool:
-        return any(meet({name}, eqn).is_exempt for eqn in self.equations)
+        return any(matched({name}, eqn).is_exempt for eqn in self.equations)
 
     def names(self) -> list[str]:
         """Names that keep it: of its function, of itself, of its scopes."""
@@ -316,7 +316,7 @@ class Probe:
             setting=setting,
             recompute=False,
             flags=flags,
-            met=self._cast,
+            evaluated=self._cast,
         )
         program = self._numbered(program, (), Place(), 1)
         origins = [Origin.PARAMETER] * len(arrays)
@@ -406,8 +406,8 @@ class _Flagged(Interpreter):
     """Evaluates each product in half precision where its flag is set."""
 
     flags: Any = dataclasses.field(compare=False)  # bool[N], by group
-    # The numbers of the groups that it met.
-    met: set[int] = dataclasses.field(default_factory=set, compare=False)
+    # The numbers of the groups that it evaluated.
+    evaluated: set[int] = dataclasses.field(default_factory=set, compare=False)
     rule: int = -1  # number of the call whose rule for derivatives this is
 
     def named(self, v: Var, x: jax.Array, values: Values) -> jax.Array:
@@ -425,7 +425,7 @@ class _Flagged(Interpreter):
     def _evaluated(self, product: Product, values: Values) -> jax.Array:
         inputs = [values[v] for v in product.jaxpr.invars]
         number = self._number(product.scope, product.equation)
-        self.met.add(number)
+        self.evaluated.add(number)
         half = self.flags[number]
         copies = [_rounded(x, half, self.forward) for x in inputs[:2]]
 

@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from _stability_tasks import WIDTHS, dense, tasks
+from _small_tasks import WIDTHS, dense, tasks
 from flax import nnx
 from models import cast, cross_entropy, wide
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _harness import Table
-from _stability_tasks import dense, tasks
+from _small_tasks import dense, tasks
 from compilers import AS_WRITTEN, Figures, figures, targets
 from flax import nnx
 from jax import lax
@@ -39,7 +39,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 import _language
 
 contrib: Any = optax.contrib
-POINTS = 50  # of a curve
+POINTS = 25  # of a curve
 Losses = dict[str, np.ndarray]  # f32[seeds, steps] of each form
 
 

@@ -7,15 +7,13 @@ import re
 import autocast
 import clocked
 import correctness
+import faulty_runs
 import half_storage
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import overhead
 import pytest
-import sharded
-import stability
 from compilers import targets
 from helpers import by_name
 
@@ -36,15 +34,6 @@ def test_this_library_makes_none_of_the_known_mistakes(name):
     assert correctness.verdict("jmp_scale", *ROWS[name]) == "right"
 
 
-def test_a_library_that_unscales_with_the_wrong_s_is_seen():
-    def train(xs, **kwargs):
-        steps = correctness.TRAIN["jmp_scale"](xs, **kwargs)
-        return [step._replace(w=1 - (1 - step.w) / 2) for step in steps]
-
-    check = correctness.gradients_stay_true_when_s_grows
-    assert correctness.verdict("jmp_scale", {"jmp_scale": train}, check) == "**wrong**"
-
-
 def table(text):
     """The first table of a text as rows of cells, without its head."""
     lines = re.search(r"(?:^\|.*\|\n)+", text, re.MULTILINE)[0].splitlines()[2:]
@@ -62,37 +51,6 @@ def test_the_mistakes_of_the_comparison_are_counted_from_the_benchmark():
     told = table(page.partition("## Mistakes that each makes")[2])
     assert [(int(row[1]), int(row[2])) for row in told] == counted[:-1]
     assert counted[-1] == (32, 0)
-
-
-# Spikes: the guard keeps its goals.
-
-STEPS, SEEDS = 400, 2
-FAULTS = stability.faults(STEPS)
-
-
-def examples(key, n):
-    places, noise = jax.random.split(key)
-    x = jax.random.normal(places, [n, 4])
-    return x, x @ jnp.arange(4.0) + 0.1 * jax.random.normal(noise, [n])
-
-
-# A line through noise: its loss ends near 0.01, which is that of the noise.
-LINE = stability.Task(
-    init=lambda key: jax.random.normal(key, [4]),
-    examples=examples,
-    losses=lambda w, x, y: (x @ w - y) ** 2,
-    learning_rate=0.05,
-)
-
-
-@pytest.mark.parametrize("fault", by_name(["a bad shard", "NaN later"], FAULTS))
-def test_the_guard_skips_exactly_the_bad_batches_and_gives_way_without_one(fault):
-    weights, bad = FAULTS[fault]
-    _, skips = stability.run(LINE, stability.guard, weights, bad, SEEDS)
-    if bad.any():
-        np.testing.assert_array_equal(skips, np.stack([bad] * SEEDS))
-    else:
-        assert skips.sum(axis=1).max() <= (10 if fault == "level shift" else 0)
 
 
 # Storage.
@@ -120,6 +78,10 @@ def test_a_state_has_the_bytes_of_the_table(row):
 # The commands: small runs print the tables that the pages are filled from.
 
 COMMANDS = {
+    faulty_runs: (
+        "--parts guard --tasks classifier --seeds 1 --steps 350 --clean-steps 50",
+        "| classifier | 1 of 1 + 0 | 6 of 6 + 0 |",
+    ),
     half_storage: (
         "--parts parameters averages --tasks digits --rates 1e-3 --seeds 2 --steps 20 "
         "--optimizers Lion",
@@ -145,18 +107,6 @@ def test_a_command_prints_its_table(script, monkeypatch, capsys):
     options, printed = COMMANDS[script]
     script.main(options.split())
     assert printed in capsys.readouterr().out
-
-
-def test_minimal_programs_have_no_rows_of_what_they_are_not_made_for(monkeypatch):
-    rows = []
-    monkeypatch.setattr(targets, "missing", lambda name: None)
-    monkeypatch.setattr(sharded, "_table", lambda kept, cases: rows.extend(cases))
-    monkeypatch.setattr(sharded._harness, "report", lambda *args: None)
-    sharded.main(["--targets", "h100:1", "--minimal"])
-    assert {row.program for row in rows} == {*sharded.PROGRAMS}
-    layouts = {row.layout for row in rows}
-    assert "head of 50,257 in 4 chunks" in layouts
-    assert "head by log_softmax, TP" not in layouts  # one chip shares with no other
 
 
 def test_a_compiler_that_is_missing_is_named_with_its_extra(monkeypatch):

@@ -314,13 +314,6 @@ def test_averages_of_float32_parameters_need_no_parameters_in_the_state():
     assert_bitwise_equal(state.inner_state, optax.tree.cast_like(plain, like))
 
 
-def test_half_storage_goes_to_float32_and_back():
-    params, state = trained("")
-    full = without_half_storage(params, state)
-    assert_bitwise_equal(full, trained("half storage"))
-    assert_bitwise_equal(restore(lambda _: full, new_state()), (params, state))
-
-
 def test_what_the_optimizer_itself_stores_in_bfloat16_stays_so_without_averages():
     inner = optax.adam(0.1, mu_dtype=jnp.bfloat16)
     state = jmp_scale.with_half_storage(inner).init(HALF_PARAMS)

@@ -3,7 +3,6 @@
 import json
 
 import _clock_parts
-import clock
 import jax.numpy as jnp
 import pytest
 from _clock import Clock, Program
@@ -37,20 +36,6 @@ def test_programs_take_turns_and_the_first_one_is_timed_beside_itself(tmp_path):
     (error,) = [row for row in rows if "error" in row]
     assert error["name"] == "c"
     assert "no such product" in error["error"]
-
-
-def test_a_part_without_time_says_what_it_left_out(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    Clock("own", seconds=0, rows=path).take_turns("table", {"a": None})
-    assert rows_of(path) == [
-        {"part": "own", "title": "table", "name": "a", "skipped": "no time"}
-    ]
-
-
-def test_no_part_starts_without_time(capsys):
-    with pytest.raises(SystemExit, match="not measured: gpt4, head"):
-        clock.main(["--parts", "gpt4", "head", "--seconds", "5"])
-    assert "no time for gpt4" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -141,41 +141,6 @@ def test_programs_are_run_in_turn_and_compared_with_the_first():
     assert found.believable == max(control.gain.high, 1 / control.gain.low)
 
 
-def test_no_program_is_left_out_where_compilations_take_all_the_time(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-
-    def program(seconds):
-        def run():
-            now[0] += seconds
-
-        def compile_():
-            now[0] += 60.0
-            return Program(run)
-
-        return compile_
-
-    programs = {"float32": program(8e-3), "bfloat16": program(8e-3)}
-    programs |= {"float16": program(2e-3)}
-    found = compare("task", programs, seconds=1)
-    assert [row.note for row in found.rows] == [""] * 4
-    assert found.rows[2].gain.median == pytest.approx(4)
-    assert advice(found, "gpu").startswith('Take "float16" with Dynamic')
-
-
-def test_a_program_that_runs_out_of_memory_in_a_round_loses_its_row_alone():
-    runs = []
-
-    def fails_later():
-        runs.append(0)
-        if len(runs) > 2:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
-
-    found = compared(a=list, b=fails_later, c=list)
-    assert [row.note for row in found.rows] == ["", "failed: JaxRuntimeError", "", ""]
-    assert found.rows[2].gain is not None
-
-
 def test_rows_hold_the_error_of_the_gradient_and_operations_a_second():
     def program(x):
         return lambda: Program(lambda: jax.numpy.float32(x))

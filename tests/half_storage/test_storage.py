@@ -44,7 +44,6 @@ def half(tree, dtype=jnp.bfloat16):
 
 
 HALF = half(PARAMS)
-LABELS = {"w": "a", "b": "b"}
 
 
 # Parameters.
@@ -131,23 +130,6 @@ def test_mixed_trees_keep_what_is_not_bfloat16_as_it_is():
     assert values["h"] == 2 - 2.0**-12
     assert values["b"].tolist() == PARAMS["b"].tolist()
     assert [values[key] is params[key] for key in "fiq"] == [True] * 3
-
-
-def test_nothing_is_lost_at_any_depth_of_a_loss_scale():
-    # Steps as large as the parameters: updates of 8 bits would miss the rounding.
-    def nest(tx):
-        return optax.partition({"a": tx, "b": tx, "c": tx}, LABELS)
-
-    inner = nest(optax.sgd(0.37))
-    tx = with_loss_scale(nest(with_half_storage(optax.sgd(0.37))))
-    params, plain = HALF, PARAMS
-    state, plain_state = tx.init(params), inner.init(plain)
-    for grads in STEPS:
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        updates, plain_state = inner.update(grads, plain_state, plain)
-        plain = optax.apply_updates(plain, updates)
-    assert_bitwise_equal(full_parameters(params, state), plain)
 
 
 # Averages.

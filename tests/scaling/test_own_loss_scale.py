@@ -125,20 +125,6 @@ def test_linen_and_nnx_train_with_it():
     assert_bitwise_equal(state.params["w"], model.w[...])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_check_step_finds_that_gradients_are_never_unscaled(kind):
-    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), KINDS[kind]())
-
-    @jax.jit
-    def train_step(params, state, x):
-        scaled = lambda p: state.loss_scale.scale(loss_fn(p, x))  # noqa: E731
-        updates, state = tx.update(jax.grad(scaled)(params), state, params)
-        return optax.apply_updates(params, updates), state
-
-    check = diagnostics.check_step(train_step, PARAMS, tx.init(PARAMS), X)
-    assert "never unscaled" in [problem.rule for problem in check.problems]
-
-
 def test_check_step_and_the_health_log_read_it():
     tx = wrapped()
 
@@ -154,13 +140,6 @@ def test_check_step_and_the_health_log_read_it():
         _, state = train_step(PARAMS, state, INPUTS[1])
     assert any("last 10 steps were all skipped" in text for text in log(state))
     assert diagnostics.metrics(state)["loss_scale"] == 2.0**-5
-
-
-def test_a_captured_one_is_warned_of_as_its_s_never_changes():
-    loss_scale = wrapped().init(PARAMS).loss_scale
-    step = jax.jit(lambda *args: jmp_scale.grad(loss_fn, loss_scale)(*args))
-    with pytest.warns(UserWarning, match="expected S as an argument of the traced"):
-        step(PARAMS, X)
 
 
 def test_without_a_rule_it_cannot_be_made():

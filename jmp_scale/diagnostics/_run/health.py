@@ -92,7 +92,7 @@ RULES = {
 _NORMAL_RATE = 0.01  # of skipped steps; a default period causes 0.0005
 
 # The checks of losses and norms were tuned on runs that go wrong and runs that do not:
-# `benchmarks/health_validation.py` prints how often each is right on other runs.
+# `benchmarks/faulty_runs.py` prints how often each is right on other runs.
 _LEAST_STEPS = 40  # with fewer, an early bump looks like a run that goes wrong
 _RECENT = 100  # steps that the checks of updates and of norms cover
 _WIDE = 101  # steps of a running median: longer than an oscillation or a burst

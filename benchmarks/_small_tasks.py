@@ -1,4 +1,4 @@
-"""Four small tasks of `stability.py`: losses near zero, of two nats, and negative.
+"""Four small tasks of `faulty_runs.py`: losses near zero, of two nats, and negative.
 
 A batch is (inputs, targets, weights), and its loss the mean of weight times loss of
 each example. So one recipe makes a batch bad in every task: other examples' targets,

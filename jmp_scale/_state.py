@@ -22,6 +22,9 @@ T = TypeVar("T")
 # Whether `value_and_grad` differentiates unscaled; None outside of it. It is a context
 # of JAX, part of the key by which `jit` finds an earlier trace.
 UNSCALED = jax.make_user_context(None)
+# Whether `check_step` asks how a step is wired. Then `autocast` calls its function in
+# float32, in which no S loses a bit, and `unscale` overflows at this counter.
+IS_CHECKED, OVERFLOWS = jax.make_user_context(False), -(10**6) - 1
 
 # The types of flags and counters, which say their dtype and what they start at.
 FlagField = Annotated[jax.Array, np.bool_(True)]

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from .. import _jaxpr
 from .._jaxpr import PRODUCTS, Program
 from .._policy import checked_half, is_half
+from .._state import IS_CHECKED
 from .._tree import is_module
 from .._validation import require_bool, require_function, warn
 from .casting import Notes
@@ -22,7 +23,7 @@ from .derivatives import Traces
 from .interpreter import Interpreter
 from .marks import checked_names, is_unscaled, tracing
 from .provenance import Origin
-from .types_first import trace
+from .types_first import in_float32, trace
 
 F = TypeVar("F", bound=Callable[..., Any])
 _CLOSURE = (
@@ -128,6 +129,8 @@ def autocast(
         setting = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009
         with tracing(forward), jax.default_matmul_precision(None):
             jaxpr, arrays, returned = trace(fun, args, kwargs)
+        if IS_CHECKED.value:
+            return returned(in_float32(jaxpr, arrays))
         notes = Notes(warned, is_unscaled=is_unscaled(jaxpr))
         cast = Interpreter(
             forward=forward,

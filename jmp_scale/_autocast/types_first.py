@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 from jax.tree_util import Partial
 
 from .._jaxpr import Program
@@ -51,6 +52,15 @@ def trace(fun: Callable[..., Any], args: PyTree, kwargs: PyTree) -> Traced:
     except _NOT_CONCRETE as error:
         error.args = (call.with_names(str(error)),)
         raise
+
+
+def in_float32(program: Program, arrays: Arrays) -> list[jax.Array]:
+    """Evaluates a program with float32 in place of half-precision arrays."""
+
+    def widened(x: jax.Array, aval: Any) -> jax.Array:
+        return x if x.dtype == aval.dtype else x.astype(aval.dtype)
+
+    return jaxpr_as_fun(program)(*map(widened, arrays, program.in_avals))
 
 
 def _traced(call: "_Call") -> Traced:

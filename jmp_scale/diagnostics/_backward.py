@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from .._jaxpr import Program, bytes_per_entry, dtype_name, equations, is_floatin
 from .._scaling.finite import all_finite
 from .._scaling.gradients import checked_output, differentiated
 from .._scaling.loss_scale import DynamicLossScale, LossScale, scale_value
+from .._state import IS_CHECKED
 from .._tree import find_nodes, is_array, is_inexact, is_module, split_arrays
 from .._types import Arrays, Function, PyTree, Scalar
 from .._validation import require_callable
@@ -165,7 +167,26 @@ def concrete_arrays(
     return arrays, rejoin
 
 
-def narrow_dtypes(program: Program) -> set[str]:
-    """Returns names of the floating dtypes below 32 bits that a program computes."""
+def narrow_dtypes(program: Program) -> Counter[str]:
+    """Counts what a program computes in floating dtypes below 32 bits, by dtype."""
     made = (v for eqn in equations(program) for v in eqn.outvars)
-    return {dtype_name(v) for v in made if is_floating(v) and bytes_per_entry(v) < 4}
+    narrow = (v for v in made if is_floating(v) and bytes_per_entry(v) < 4)
+    return Counter(map(dtype_name, narrow))
+
+
+def refuse_autocast(
+    function: str, program: Program, trace: Callable[[], Program]
+) -> None:
+    """Raises an error if `autocast` runs somewhere in a loss that is to be float32.
+
+    Nothing else reads the context in which `autocast` leaves its function in float32:
+    a loss that computes less in half precision there has it somewhere.
+    """
+    if found := narrow_dtypes(program):
+        with IS_CHECKED(True):
+            in_float32 = narrow_dtypes(trace())
+        if in_float32 != found:
+            raise TypeError(
+                f"{function}: expected a float32 loss, got one under autocast; pass "
+                "the float32 loss, without autocast"
+            )

@@ -21,6 +21,7 @@ from .._backward import (
     Loss,
     concrete_arrays,
     narrow_dtypes,
+    refuse_autocast,
     start_of,
 )
 from .._findings import Finding, Rule, Told, are_notes, findings_of, summary_of
@@ -249,7 +250,8 @@ def compare_gradients(
         is float16, else none.
 
     Raises:
-      TypeError: as `precision_report`; also if `loss_scale` is not a loss scale.
+      TypeError: as `precision_report`; also if `loss_scale` is not a loss scale, or
+        `loss` is under `autocast`, wherever in it.
     """
     function = "compare_gradients"
     given = args, argnums, has_aux, transform
@@ -260,12 +262,15 @@ def compare_gradients(
     compiled = functools.partial(jax.jit, compiler_options=ALL_ROUNDINGS)
     run = compiled(lambda s, arrays: full.run(s, rejoin(arrays)))
     run_half = compiled(lambda s, arrays: half.run(s, rejoin(arrays)))
-    dtypes = narrow_dtypes(run_half.trace(jnp.float32(1.0), arrays).jaxpr)
+    one = jnp.float32(1.0)
+    trace = lambda: run.trace(one, wide).jaxpr  # noqa: E731
+    refuse_autocast(function, trace(), trace)
+    dtypes = narrow_dtypes(run_half.trace(one, arrays).jaxpr)
     start = start_of(function, loss_scale, dtypes)
     if loss_scales is None:
         loss_scales = _TRIED if "float16" in dtypes else ()
     tried = tuple(sorted(map(float, loss_scales)))
-    reference = Reference(functools.partial(run, jnp.float32(1)), wide)
+    reference = Reference(functools.partial(run, one), wide)
     found = reference.compared(*start.found(lambda s: run_half(s, arrays)))
     at = [reference.compared(run_half(jnp.float32(s), arrays), s) for s in tried]
     # In float32, S changes a gradient only through a rule that is not linear.

@@ -28,7 +28,15 @@ from ..._scaling.finite import all_finite
 from ..._scaling.loss_scale import LossScale
 from ..._tree import promote_to_float32, split_arrays
 from ..._types import Arrays, Function, PyTree
-from .._backward import ALL_ROUNDINGS, Backward, Loss, Start, concrete_arrays, start_of
+from .._backward import (
+    ALL_ROUNDINGS,
+    Backward,
+    Loss,
+    Start,
+    concrete_arrays,
+    refuse_autocast,
+    start_of,
+)
 from .._findings import Finding, Rule, Told, are_notes, findings_of, summary_of
 from .._source import Place, begin_user_code, place_of
 from .._tables import percent, power, printed, table, with_progress
@@ -306,7 +314,9 @@ class Probe:
         # As in `autocast`, the setting is no precision that a product asked for.
         setting = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009
         with tracing(self._forward), jax.default_matmul_precision(None):
-            program = jax.make_jaxpr(loss)(*arrays)
+            trace = functools.partial(jax.make_jaxpr(loss), *arrays)
+            program = trace()
+            refuse_autocast(self._loss.function, program, trace)
         flagged = _Flagged(
             forward=self._forward,
             backward=self._backward,

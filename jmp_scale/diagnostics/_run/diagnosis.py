@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from ..._scaling.finite import all_finite
 from ..._scaling.loss_scale import LossScale, scale_value
+from ..._state import IS_CHECKED
 from ..._tree import is_array
 from ..._types import Arrays, Function, PyTree
 from .._backward import Backward, Loss, concrete_arrays
@@ -48,6 +49,11 @@ RULES = {
         "{operation}.",
         "If it is a derivative of sqrt, log or a division at zero, replace the operand "
         "there: jnp.sqrt(jnp.where(x > 0, x, 1))",
+    ),
+    "not finite in half precision": _error(
+        "{what} not finite in half precision, and is in float32: {operation}.",
+        "sensitive_products(loss, ...) finds the products before it that must stay "
+        "float32. If numbers leave float16's range, bfloat16 has float32's.",
     ),
     "gradient overflows": _error(
         "The gradients overflow, first in {path}, and are finite at loss scale "
@@ -159,7 +165,11 @@ def diagnose_nonfinite(
         is_trained = _words(given or "") in _trained(paths, argnums, len(args))
         in_parameters = blamed is not None and is_trained and not _is_mask(blamed)
         origin = given, operation, in_parameters
-        return _with_findings(Diagnosis((), cause, path, finite_at, *origin))
+        found = Diagnosis((), cause, path, finite_at, *origin)
+        # In this context `autocast` leaves its function in float32.
+        with IS_CHECKED(True):
+            in_float32 = cause != "overflow" and run(s) == (True, None)
+        return _with_findings(found, in_float32)
 
     def leaf(loss: Loss, arrays: Arrays) -> PyTree:
         backward = loss.run(s, rejoin(arrays))
@@ -184,7 +194,7 @@ def diagnose_nonfinite(
             raise errors[0]
         said_last = said(errors[-1]).rstrip(".")
         raised = Diagnosis((), "overflow", None, finite_at, operation=said_last)
-        return _with_findings(raised)
+        return _with_findings(raised, False)
     cause = "nan" if finite_at is None else "overflow"
     # Without `autocast` first, which loses the line around jnp.linalg.norm.
     plain = dataclasses.replace(loss, fun=_plain(loss.fun))
@@ -194,11 +204,12 @@ def diagnose_nonfinite(
     return diagnosis(cause, functools.partial(leaf, loss))
 
 
-def _with_findings(found: Diagnosis) -> Diagnosis:
-    """Returns a diagnosis with the finding of its cause."""
+def _with_findings(found: Diagnosis, in_float32: bool) -> Diagnosis:
+    """Returns a diagnosis with its finding, of a loss that may be finite in float32."""
     operation, _, line = (found.operation or "an unknown operation").partition(" at ")
     backward = "" if found.cause == "forward" else " (backward)"
-    rule, where = _rule_of(found), f"{line}{backward}" if line else ""
+    rule = "not finite in half precision" if in_float32 else _rule_of(found)
+    where = f"{line}{backward}" if line else ""
     if rule in ("parameters not finite", "argument not finite"):
         where = found.nonfinite_argument or ""
     values = {

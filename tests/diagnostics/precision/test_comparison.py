@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from helpers import by_name
 from losses import forgetful
 
@@ -61,6 +62,53 @@ def test_a_comparison_of_two_float32_programs_says_so():
     assert not found.is_precise
     assert not found.ok
     assert rules(found) == ["nothing in half precision"]
+
+
+def in_bfloat16(tree):
+    return jax.tree.map(lambda x: x.astype("bfloat16"), tree)
+
+
+HALF = jmp_scale.autocast(loss, "bfloat16")
+UNDER_AUTOCAST = {
+    "itself": HALF,
+    "jitted": jax.jit(HALF),
+    "a partial": functools.partial(HALF, PARAMS),
+    "a closure": lambda *args: HALF(*args) + loss(*args),
+    "in a loop": lambda p, x: jax.lax.scan(lambda c, x: (c, HALF(p, x)), 0, x[None])[1],
+    "differentiated": lambda *args: jax.value_and_grad(HALF)(*args)[0],
+    "not recomputed": jmp_scale.autocast(loss, "float16", recompute=False),
+    "beside casts by hand": lambda p, x: loss(p, x.astype("bfloat16")) + HALF(p, x),
+    "of stored weights": lambda p, x: HALF(in_bfloat16(p), x),
+    "a layer of NNX": lambda m, x: jmp_scale.nnx.autocast(nnx_loss, "float16")(m, x),
+}
+
+
+def nnx_loss(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+@pytest.mark.parametrize("name", UNDER_AUTOCAST)
+def test_a_float32_loss_under_autocast_is_refused_wherever_it_is(name):
+    args = {
+        "a partial": (X,),
+        "a layer of NNX": (nnx.Linear(4, 4, rngs=nnx.Rngs(0)), X),
+    }
+    fun, args = UNDER_AUTOCAST[name], args.get(name, (PARAMS, X))
+    scalar = lambda *args: jnp.sum(fun(*args))  # noqa: E731
+    for compare in (sensitive_products, functools.partial(compare_gradients, scalar)):
+        with pytest.raises(TypeError, match="pass the float32 loss, without autocast"):
+            compare(scalar, *args)
+
+
+def autocast_products(params, x):  # a name that autocast's own functions have
+    return jnp.mean(x.astype("bfloat16") @ params["w"].astype("bfloat16")) * 1.0
+
+
+@pytest.mark.parametrize("fun", [autocast_products, jmp_scale.in_half(loss), loss])
+def test_a_loss_that_is_not_under_autocast_is_taken_whatever_its_names(fun):
+    scalar = jax.jit(lambda p, x: jax.jit(fun)(p, x).astype("float32"))
+    assert sensitive_products(scalar, PARAMS, X, dtype="bfloat16").error_before < 1
+    assert compare_gradients(HALF, scalar, PARAMS, X).holds_half
 
 
 def test_leaves_are_scaled_to_one_size_and_count_by_their_entries():

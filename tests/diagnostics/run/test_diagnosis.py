@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import by_name, count_traces, slow
-from losses import forgetful
+from losses import forgetful, squared_distances
 
 import jmp_scale
 from jmp_scale.diagnostics import Diagnosis
@@ -302,6 +302,41 @@ def test_what_leaves_float16_is_named(fun, recompute):
     diagnosis = diagnose(jax.jit(half), 8, W, x)
     assert diagnosis.cause == "forward"
     assert diagnosis.operation in marked(fun)
+
+
+def root_of_a_distance(w, x):
+    y = 3.105 + x @ w / 1000  # rounded up in bfloat16
+    return jnp.sum(jnp.sqrt(squared_distances(y, y) + 1e-3))  # !sqrt gave NaN
+
+
+def factor_of_a_gram_matrix(w, x):
+    gram = (x @ w) @ (x @ w).T + 1e-3 * jnp.eye(4)
+    return jnp.sum(jnp.linalg.cholesky(gram))  # !cholesky gave NaN
+
+
+def power_of_a_difference(w, x):
+    h = x @ w @ w - x @ (w @ w) + 1e-4
+    return jnp.sum(jnp.where(h > 0, h, 1)) + jnp.sum(h**0.5)  # !sqrt gave NaN
+
+
+ROUNDED = [root_of_a_distance, factor_of_a_gram_matrix, power_of_a_difference]
+
+
+@pytest.mark.parametrize("fun", [*ROUNDED, input_out_of_range])
+def test_what_is_finite_in_float32_is_said_to_be(fun):
+    x = jnp.linspace(0.1, 0.9, 24).reshape(4, 6) ** 2
+    x = x.at[0, 0].set(1e5) if fun is input_out_of_range else x
+    w = W + jnp.linspace(0.1, 0.2, 36).reshape(6, 6)
+    dtype = "float16" if fun is input_out_of_range else "bfloat16"
+    half = jmp_scale.autocast(fun, dtype)
+    assert jnp.isfinite(fun(w, x))
+    for form in (half, jax.jit(half), lambda w, x: 2 * half(w, x)):
+        (finding,) = diagnose(form, 1, w, x).findings
+        assert finding.rule == "not finite in half precision"
+        assert "and is in float32" in finding.text
+        assert "sensitive_products" in finding.cure
+    (finding,) = diagnose(lambda w, x: fun(w, x) * jnp.nan, 1, w, x).findings
+    assert finding.rule != "not finite in half precision"
 
 
 def test_a_constant_that_is_nan_is_named_and_no_operation():

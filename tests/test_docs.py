@@ -224,6 +224,18 @@ def test_links_and_images_of_a_page_resolve(name):
             assert anchors(path.read_text()).count(anchor) == 1, link
 
 
+def test_search_words_and_the_answers_of_questions_name_sections_that_there_are():
+    words = re.findall(r"^(\S+): \[", (DOCS / "search_words.yml").read_text(), re.M)
+    questions = (ROOT / "tests/search_questions.txt").read_text()
+    answers = " ".join(re.findall(r"^[^#\s].* -> (.*)$", questions, re.M)).split()
+    for place in {*words, *answers}:
+        page, _, anchor = place.partition("#")
+        text = TEXTS[f"docs/{page.removesuffix('.md')}.md"]
+        entries = [*anchors(text), *re.findall(r"^::: (\S+)$", text, re.MULTILINE)]
+        known = not anchor or any(entry.startswith(anchor) for entry in entries)
+        assert known or page in ("notebook", "stability"), place  # which show others
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_a_page_reads_well_where_only_plain_markdown_is_known(name):
     text = FENCE.sub("", FILES[name].read_text())

@@ -9,8 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
-from _loops import MAX_CONSECUTIVE_ERRORS
 
 import jmp_scale
 
@@ -49,12 +47,6 @@ def loss_scales(s):
     }
 
 
-def float16_loss_scales():
-    """() -> a loss scale that starts at 2^15 in float16, as jmp's README makes it"""
-    s, make = jnp.float16(2.0**15), verb("DynamicLossScale")
-    return {name: lambda name=name: make[name](s) for name in ("jmp", "jmp_scale")}
-
-
 def steps():
     """(() -> a loss scale, loss scale -> that after a finite step)"""
 
@@ -66,14 +58,6 @@ def steps():
 
     makers = loss_scales(2.0**15).items()
     return {name: (make, flax if name == "flax" else adjusted) for name, make in makers}
-
-
-def wrappers():
-    """An Optax optimizer -> one that skips."""
-    return {
-        "optax": lambda tx: optax.apply_if_finite(tx, MAX_CONSECUTIVE_ERRORS),
-        "jmp_scale": jmp_scale.with_loss_scale,
-    }
 
 
 def gradients():
@@ -104,109 +88,3 @@ def gradients():
 
     others = {"jmp": jmp, "mpx": mpx, "jmp_scale": ours}
     return {name: averaged(fun) for name, fun in others.items()} | {"flax": flax}
-
-
-def float16_losses():
-    """() -> the unscaled loss of a step whose loss is 3 in float16, at S = 2^15"""
-    made = loss_scales(2.0**15)
-
-    def loss_fn(w):
-        return (3 * w).astype(jnp.float16)
-
-    def by_verbs(name):
-        loss_scale = made[name]()
-        return loss_scale.unscale(loss_scale.scale(loss_fn(jnp.float32(1))))
-
-    def flax():
-        return made["flax"]().value_and_grad(loss_fn)(jnp.float32(1))[2]
-
-    return {name: lambda name=name: by_verbs(name) for name in VERBS} | {"flax": flax}
-
-
-def adjusted_over_examples():
-    """x of each example -> S after one step with the gradients of w * x"""
-    one = jnp.float32(1)
-
-    def by_verbs(library, name):
-        def step(xs):
-            grad = gradients()[library]
-            grads = jax.vmap(lambda x: grad(lambda w: w * x, one, 8.0))(xs)
-            finite = verb("all_finite")[library](grads)
-            return getattr(loss_scales(8.0)[library]().adjust(finite), name)
-
-        return step
-
-    def flax(xs):
-        scale = flax_scale(scale=8.0)
-        step = jax.vmap(lambda x: scale.value_and_grad(lambda w: w * x)(one)[0])
-        return step(xs).scale
-
-    return {
-        "jmp": by_verbs("jmp", "loss_scale"),
-        "flax": flax,
-        "mpx": by_verbs("mpx", "loss_scaling"),
-        "jmp_scale": by_verbs("jmp_scale", "loss_scale"),
-    }
-
-
-def traces_of_four_steps():
-    """() -> how often a step is traced"""
-
-    def counted(name):
-        make, adjust = steps()[name]
-        traces = []
-
-        def step(loss_scale):
-            traces.append(loss_scale)
-            return adjust(loss_scale)
-
-        jit = jax.jit
-        if name == "mpx":  # an Equinox module, jitted as its documentation does
-            jit = importlib.import_module("equinox").filter_jit
-        jitted, loss_scale = jit(step), make()
-        for _ in range(4):
-            loss_scale = jitted(loss_scale)
-        return len(traces)
-
-    return {name: lambda name=name: counted(name) for name in loss_scales(8.0)}
-
-
-def flags_of_replicas():
-    """x of each device -> whether it applies the step with the gradient of w * x.
-
-    No axis is named.
-    """
-
-    def flax(x):
-        return flax_scale().value_and_grad(lambda w: w * x)(jnp.float32(1))[1]
-
-    def optax_(x):
-        tx = wrappers()["optax"](optax.sgd(1.0))
-        return tx.update(x, tx.init(x), x)[1].last_finite
-
-    checks = verb("all_finite") | {"flax": flax, "optax": optax_}
-    return {name: jax.pmap(check) for name, check in checks.items()}
-
-
-def serialized_by_flax():
-    """() -> (S before, S after `flax.serialization`), where users train with Flax"""
-
-    def through(fresh, used, name):
-        from flax import serialization
-
-        restored = serialization.from_bytes(fresh, serialization.to_bytes(used))
-        return getattr(used, name), getattr(restored, name)
-
-    def adjusted(library):
-        import jmp_scale.linen  # noqa: F401, registers the loss scales
-
-        fresh = loss_scales(2.0**15)[library]()
-        return through(fresh, fresh.adjust(jnp.array(False)), "loss_scale")
-
-    return {
-        "jmp": lambda: adjusted("jmp"),
-        "flax": lambda: through(
-            flax_scale(), flax_scale(scale=jnp.float32(4)), "scale"
-        ),
-        "jmp_scale": lambda: adjusted("jmp_scale"),
-    }

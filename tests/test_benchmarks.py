@@ -15,7 +15,6 @@ import optax
 import overhead
 import pytest
 from compilers import targets
-from helpers import by_name
 
 import jmp_scale
 
@@ -25,11 +24,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 ROWS = {check.__name__: (subjects, check) for subjects, check in correctness.rows()}
-SLOW = ["statistics_of_a_skipped_step_are_dropped"]  # as test_linen's and test_nnx's
-QUICK = [name for name in ROWS if name not in SLOW]
 
 
-@pytest.mark.parametrize("name", by_name(QUICK, SLOW))
+@pytest.mark.parametrize("name", ROWS)
 def test_this_library_makes_none_of_the_known_mistakes(name):
     assert correctness.verdict("jmp_scale", *ROWS[name]) == "right"
 
@@ -50,7 +47,7 @@ def test_the_mistakes_of_the_comparison_are_counted_from_the_benchmark():
     page = (ROOT / "docs/compare.md").read_text()
     told = table(page.partition("## Mistakes that each makes")[2])
     assert [(int(row[1]), int(row[2])) for row in told] == counted[:-1]
-    assert counted[-1] == (32, 0)
+    assert counted[-1] == (21, 0)
 
 
 # Storage.

@@ -122,8 +122,9 @@ def is_half(dtype: object) -> bool:
 
 
 def holds_half(x: object) -> bool:
-    """Whether a leaf is an array of float16 or bfloat16."""
-    return is_half(getattr(x, "dtype", None))
+    """Whether a leaf is an array of float16 or bfloat16, and not a reference to one."""
+    is_reference = hasattr(getattr(x, "aval", None), "inner_aval")
+    return is_half(getattr(x, "dtype", None)) and not is_reference
 
 
 def checked_half(argument: str, dtype: DTypeLike | None) -> np.dtype:

@@ -17,7 +17,7 @@ from .._jaxpr import PRODUCTS, Program
 from .._policy import checked_half, is_half
 from .._state import IS_CHECKED
 from .._tree import is_module
-from .._validation import require_bool, require_function, warn
+from .._validation import callers, require_bool, require_function, warn
 from .casting import Notes
 from .derivatives import Traces
 from .interpreter import Interpreter
@@ -31,6 +31,11 @@ _CLOSURE = (
     "that closes over an array of the function that autocast traces, which JAX allows "
     "in no jit, checkpoint or autocast that is differentiated. Pass the array to it as "
     "an argument (a solver of jaxopt: to run), or close over it outside of autocast"
+)
+_SPARSE = (
+    "autocast: expected to be around sparsify, whose rules do not read the derivatives "
+    "of products; write autocast(sparsify(f)), or sparsify(autocast(f), "
+    "use_tracer=True)"
 )
 
 
@@ -125,10 +130,14 @@ def autocast(
                 "whose writes would be lost: use jmp_scale.nnx.autocast, or close over "
                 "a module that is only read"
             )
+        for frame, module in callers():
+            is_sparse = module == "jax.experimental.sparse.transform"
+            if is_sparse and frame.f_code.co_name == "wrapped":
+                raise TypeError(_SPARSE)
         # The setting is for what stays float32.
         setting = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009
         with tracing(forward), jax.default_matmul_precision(None):
-            jaxpr, arrays, returned = trace(fun, args, kwargs)
+            jaxpr, arrays, returned, _ = trace(fun, args, kwargs)
         if IS_CHECKED.value:
             return returned(in_float32(jaxpr, arrays))
         notes = Notes(warned, is_unscaled=is_unscaled(jaxpr))

@@ -294,7 +294,7 @@ class Interpreter(Casting):
 
 def _as_stored(v: Var, origin: Origin, x: Any) -> Any:
     """Returns an input, two arrays if its gradients are added in float32."""
-    is_stored = isinstance(x, jax.Array) and is_half(x.dtype)
+    is_stored = isinstance(x, jax.Array) and holds_half(x)
     return Stored.of(x) if is_stored and (origin or _jaxpr.is_float32(v)) else x
 
 

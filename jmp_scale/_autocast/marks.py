@@ -85,7 +85,7 @@ def in_half(fun: F) -> F:
     return _marked("in_half", fun, _run_halved)
 
 
-def _run_exempt(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_exempt(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     half, in_half = _TRACING.value
     if not in_half:
         with jax.named_scope(_EXEMPT):
@@ -95,7 +95,7 @@ def _run_exempt(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return _cast(fun(*args, **kwargs), "float32", half)
 
 
-def _run_halved(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_halved(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     half, _ = _TRACING.value
     if not half:
         return fun(*args, **kwargs)
@@ -135,7 +135,7 @@ class MarkedLayer:
     fun: Callable[..., Any]
     _run: Callable[..., Any] = dataclasses.field(repr=False, metadata={"static": True})
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._run(self.fun, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -377,7 +377,8 @@ def read(
     is_opened = functools.partial(_is_opened, is_exempt=rules.is_exempt)
     jaxpr, constants = _jaxpr_rewrite.inlined(program, is_opened)
     traced = {v for v, x in constants.items() if isinstance(x, Tracer)}
-    half = {v: _jaxpr.dtype_of(v) for v in traced if is_half(dtype_name(v))}
+    arrays = (v for v in traced if not _jaxpr.is_reference(v))
+    half = {v: _jaxpr.dtype_of(v) for v in arrays if is_half(dtype_name(v))}
     stored = {**stored, **half}
 
     def given(v: Var, origin: Origin) -> Provenance:

@@ -33,7 +33,7 @@ class Place(NamedTuple):
     library: str = ""
 
 
-def begin_user_code(fun: Function, *args: PyTree, **kwargs: PyTree) -> PyTree:
+def begin_user_code(fun: Function, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
     """Calls `fun`; frames outside of this call are not part of the traced program."""
     return fun(*args, **kwargs)
 

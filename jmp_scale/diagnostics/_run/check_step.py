@@ -69,7 +69,7 @@ class StepCheck(NamedTuple):
 
 
 def check_step(
-    step: Function, *args: PyTree, carried: Sequence[int] = (), **kwargs: PyTree
+    step: Function, /, *args: PyTree, carried: Sequence[int] = (), **kwargs: PyTree
 ) -> StepCheck:
     """Finds out whether a train step is wired right, by calling it (host).
 

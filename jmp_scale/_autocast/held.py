@@ -1,0 +1,146 @@
+"""The half-precision arrays that a function holds, and a call with others in place.
+
+What lies on the way to such an array is copied for a call: closures, partials, bound
+methods, containers, nodes of pytrees. All else stays the object that it is, and what a
+call writes into the copy of a container is written into the container, too.
+"""
+
+import collections
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import jax
+
+from .._policy import holds_half
+from .._tree import is_module, is_variable
+from .._types import Arrays, PyTree
+
+# The objects that one holds, and its copy of others. A leaf holds none.
+_Opened = tuple[Sequence[Any], Callable[[list[Any]], Any]]
+
+
+class Held:
+    """A function with its half-precision arrays, and the way to each of them."""
+
+    def __init__(
+        self, fun: Callable[..., Any], is_taken: Callable[[Any], bool]
+    ) -> None:
+        self.fun = fun
+        # By `id`, which is unique because the objects are kept.
+        self._opened: dict[int, tuple[Any, _Opened]] = {}
+        holders: dict[int, list[Any]] = collections.defaultdict(list)
+        todo = [fun]
+        for x in todo:  # it grows
+            if id(x) not in self._opened:
+                self._opened[id(x)] = x, _opened(x)
+                for part in self._opened[id(x)][1][0]:
+                    holders[id(part)].append(x)
+                    todo.append(part)
+        self.arrays = [x for x, _ in self._opened.values() if is_taken(x)]
+        way = [*self.arrays]
+        for x in way:  # it grows, too
+            way += holders.pop(id(x), ())
+        self._on_way = {*map(id, way)}
+
+    def call(self, arrays: Arrays, args: PyTree, kwargs: PyTree) -> PyTree:
+        """Calls the function, with these arrays in place of those that it holds."""
+        pairs = zip(map(id, self.arrays), arrays, strict=True)
+        new: dict[int, Any] = dict(pairs)
+        filled: list[tuple[Any, Any, dict[Any, Any]]] = []
+
+        def copied(x: Any) -> Any:
+            if id(x) not in self._on_way:
+                return x
+            if id(x) not in new and _is_container(x):
+                # It may contain itself, so that its copy is known before its items.
+                new[id(x)] = CellType() if isinstance(x, CellType) else copy.copy(x)
+                items = {k: copied(v) for k, v in _items(x).items()}
+                _fill(new[id(x)], items)
+                filled.append((x, new[id(x)], items))
+            elif id(x) not in new:
+                _, (parts, copy_with) = self._opened[id(x)]
+                new.setdefault(id(x), copy_with([*map(copied, parts)]))
+            return new[id(x)]
+
+        try:
+            return copied(self.fun)(*args, **kwargs)
+        finally:
+            old = {id(each): self._opened[i][0] for i, each in new.items()}
+            for x, filled_copy, before in filled:
+                after = _items(filled_copy)
+                if not _are_same(before, after):
+                    _fill(x, {k: old.get(id(v), v) for k, v in after.items()})
+
+
+def is_half_array(x: Any) -> bool:
+    """Whether an object is an array of half precision."""
+    return isinstance(x, jax.Array) and holds_half(x)
+
+
+def _opened(x: Any) -> _Opened:
+    if inspect.isfunction(x):
+        return x.__closure__ or (), functools.partial(_with_closure, x)
+    if inspect.ismethod(x):
+        return (x.__func__, x.__self__), lambda parts: MethodType(*parts)
+    if isinstance(x, functools.partial):
+        parts = x.func, x.args, x.keywords
+        return parts, lambda parts: type(x)(parts[0], *parts[1], **parts[2])
+    if _is_container(x):
+        return [*_items(x).values()], lambda _: x
+    # Modules and variables of NNX are written to by methods of their own.
+    if is_module(x) or is_variable(x) or jax.tree_util.all_leaves([x]):
+        return (), lambda _: x
+    children, structure = jax.tree.flatten(x, is_leaf=lambda each: each is not x)
+    attributes = getattr(x, "__dict__", {})
+    if {*map(id, children)} <= {*map(id, attributes.values())}:
+        # Its children are attributes: a copy keeps the other attributes, too.
+        return (attributes,), functools.partial(_with_attributes, x)
+    return children, functools.partial(jax.tree.unflatten, structure)
+
+
+def _with_closure(fun: FunctionType, cells: list[CellType]) -> FunctionType:
+    names = fun.__name__, fun.__defaults__
+    changed = FunctionType(fun.__code__, fun.__globals__, *names, tuple(cells))
+    changed.__kwdefaults__, changed.__dict__ = fun.__kwdefaults__, fun.__dict__
+    changed.__qualname__ = fun.__qualname__
+    return changed
+
+
+def _with_attributes(x: Any, parts: list[Any]) -> Any:
+    changed = object.__new__(type(x))
+    object.__setattr__(changed, "__dict__", *parts)
+    return changed
+
+
+def _is_container(x: Any) -> bool:
+    """Whether a call may write to an object that holds others."""
+    is_node = isinstance(x, (dict, list)) and not jax.tree_util.all_leaves([x])
+    return is_node or isinstance(x, CellType)
+
+
+def _items(x: Any) -> dict[Any, Any]:
+    if isinstance(x, CellType):
+        try:
+            return {0: x.cell_contents}
+        except ValueError:  # it is empty
+            return {}
+    return dict(x) if isinstance(x, dict) else dict(enumerate(x))
+
+
+def _fill(x: Any, items: dict[Any, Any]) -> None:
+    if isinstance(x, CellType):
+        x.cell_contents = items[0]
+    elif isinstance(x, dict):
+        x.clear()
+        x.update(items)
+    else:
+        x[:] = items.values()
+
+
+def _are_same(before: dict[Any, Any], after: dict[Any, Any]) -> bool:
+    pairs = zip(before.values(), after.values(), strict=False)
+    return [*before] == [*after] and all(a is b for a, b in pairs)

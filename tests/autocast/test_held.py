@@ -1,0 +1,411 @@
+"""What a function holds: it is called as the object that it is, and keeps what it has.
+
+Each program runs with float32 weights, when it is that object, and with half-precision
+ones, when what lies on the way to one is a copy.
+"""
+
+import collections
+import dataclasses
+import functools
+import operator
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from autocast_programs import arrays
+from flax import nnx
+from flax.core import FrozenDict
+from jax.experimental import sparse
+
+import jmp_scale.linen
+import jmp_scale.nnx
+from jmp_scale import autocast, diagnostics, in_half, keep_float32
+
+W, X = arrays((4, 4), (4, 4))
+NAMES = [f"layer{i}" for i in range(11)]  # sorted, layer10 comes before layer2
+DTYPES = ["float32", "bfloat16"]
+new_ref = getattr(jax, "new_ref", None) or jax.array_ref
+
+
+def chain(layers, seen, x):
+    """Runs layers in their order, and writes what it sees into `seen`."""
+    seen[:] = [*layers]
+    for each in layers.values():
+        x = jnp.tanh(x @ each)
+    return x
+
+
+@jax.tree_util.register_pytree_node_class
+class Node:
+    """A node whose `unflatten` forgets what is no child."""
+
+    def __init__(self, layers, seen=()):
+        self.layers, self.seen, self.calls = layers, seen, 0
+
+    def __call__(self, x):
+        self.calls = 1
+        return chain(self.layers, self.seen, x)
+
+    def tree_flatten(self):
+        return (self.layers,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Fields:
+    layers: Any
+    seen: Any
+    run = __call__ = Node.__call__
+    calls: int = 0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(slots=True)
+class Slots:
+    layers: Any
+    seen: list
+    __call__ = lambda self, x: chain(self.layers, self.seen, x)  # noqa: E731
+
+
+class Tuple(NamedTuple):
+    layers: Any
+    seen: list
+
+
+class Module(eqx.Module):
+    layers: Any
+    seen: list = eqx.field(static=True)
+    __call__ = run = Slots.__call__
+
+
+def recursive(layers, seen):
+    def run(x, again=True):
+        return run(x, False) if again else chain(layers, seen, x)
+
+    return run
+
+
+def nonlocal_(layers, seen):
+    names = None
+
+    def write(layers):
+        nonlocal names
+        names = [*layers]
+
+    def run(x):
+        write(layers)
+        return chain(layers, seen, x) if names else x
+
+    return run
+
+
+def in_one_dict(layers, seen):
+    held = {"layers": layers, "calls": 0}
+
+    def run(x):
+        held["calls"] = held.get("calls", 0) + 1
+        seen[:] = [*held["layers"]] if held["calls"] else []
+        held["itself"] = held
+        return chain(held["layers"], [], x)
+
+    return run
+
+
+HOLDERS = {
+    "closure": lambda held, seen: lambda x: chain(held, seen, x),
+    "nested closure": lambda held, seen: (lambda f: lambda x: f(x))(
+        lambda x: chain(held, seen, x)
+    ),
+    "recursive closure": recursive,
+    "nonlocal": nonlocal_,
+    "in one dict": in_one_dict,
+    "partial": lambda held, seen: functools.partial(chain, held, seen),
+    "keyword": lambda held, seen: functools.partial(
+        lambda x, fun, held: chain(fun, held, x), fun=held, held=seen
+    ),
+    "partial of a partial": lambda held, seen: functools.partial(
+        jax.tree_util.Partial(chain, held), seen
+    ),
+    "method": lambda held, seen: Node(held, seen).__call__,
+    "node": Node,
+    "dataclass": Fields,
+    "method of a dataclass": lambda held, seen: Fields(held, seen).run,
+    "slots": Slots,
+    "tuple": lambda held, seen: functools.partial(
+        lambda t, x: chain(t.layers, t.seen, x), Tuple(held, seen)
+    ),
+    "equinox": Module,
+    "method of equinox": lambda held, seen: Module(held, seen).run,
+    "vmap": lambda held, seen: jax.vmap(lambda x: chain(held, seen, x)),
+    "marked": lambda held, seen: in_half(lambda x: chain(held, seen, x)),
+    "ordered": lambda held, seen: Node(collections.OrderedDict(held), seen),
+    "default": lambda held, seen: Node(collections.defaultdict(list, held), seen),
+    "frozen": lambda held, seen: lambda x: chain(FrozenDict(held), seen, x),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", HOLDERS)
+def test_what_a_function_holds_keeps_its_order_and_what_a_call_writes(name, dtype):
+    turned = {name: jnp.eye(4) + jnp.roll(W, i) / 2 for i, name in enumerate(NAMES)}
+    layers, seen = {name: w.astype(dtype) for name, w in turned.items()}, []
+    fun = HOLDERS[name](layers, seen)
+    wanted = chain(layers, [], X)
+    np.testing.assert_allclose(autocast(fun, "float16")(X), wanted, atol=0.05)
+    assert seen == NAMES
+    assert getattr(fun, "calls", 1) == 1
+    assert all(each.dtype == dtype for each in layers.values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_write_beside_a_weight_is_not_lost(dtype):
+    w, kept = W.astype(dtype), object()
+    layers, state, count = [w, kept], {"w": w, "old": 1}, 0
+
+    def fun(x):
+        nonlocal count
+        count = 3
+        layers.append("new")
+        state.update(new=state.pop("old"), kept=layers[1])
+        return x @ layers[0] @ state["w"]
+
+    jax.jit(autocast(fun, "bfloat16", recompute=False))(X)
+    assert layers[:3] == [w, kept, "new"]
+    assert (count, state) == (3, {"w": w, "new": 1, "kept": kept})
+
+
+def test_a_function_without_half_precision_is_that_object():
+    class Itself:
+        def __call__(self, x):
+            assert self is itself
+            return x @ W
+
+    itself = Itself()
+    jax.tree_util.register_pytree_node(Itself, lambda _: ((), None), lambda *_: None)
+    for fun in (
+        itself,
+        itself.__call__,
+        functools.partial(itself),
+        lambda x: itself(x),
+    ):
+        assert autocast(fun, "bfloat16")(X).shape == (4, 4)
+
+
+SCALE, SQUARE = jnp.asarray(2.0, "bfloat16"), jnp.full((4, 4), 2.0, "bfloat16")
+
+
+def with_rule(reads):
+    """A function with a rule of its own, parts of which read what `fun` holds."""
+
+    def made(scale):
+        def fun(w):
+            one = lambda part: scale if part in reads else 2.0  # noqa: E731
+            run = jax.custom_vjp(lambda y: jnp.sin(y) * one("primal"))
+            rules = (
+                lambda y: (run(y), y * one("forward")),
+                lambda y, g: (g * jnp.cos(y / 2) * one("backward"),),
+            )
+            run.defvjp(*rules)
+            return jnp.sum(run(X @ w))
+
+        return fun
+
+    return made
+
+
+def with_jvp(scale):
+    def fun(w):
+        run = jax.custom_jvp(lambda y: jnp.sin(y))
+        run.defjvp(lambda y, t: (run(*y), t[0] * jnp.cos(y[0]) * scale))
+        return jnp.sum(run(X @ w)) * scale
+
+    return fun
+
+
+def with_argument(scale):
+    run = jax.custom_vjp(lambda y, s: y * s, nondiff_argnums=(1,))
+    run.defvjp(lambda y, s: (y * s, None), lambda s, _, g: (g * s,))
+    return lambda w: jnp.sum(run(X @ w, scale))
+
+
+def at_compile_time(scale):
+    def fun(w):
+        with jax.ensure_compile_time_eval():
+            return jnp.sum(X @ w) * float(scale * 2)
+
+    return fun
+
+
+CONCRETE = {
+    "float": lambda s: lambda w: jnp.sum(X @ w) * float(s),
+    "int": lambda s: lambda w: jnp.sum((X @ w)[int(s)]),
+    "item": lambda s: lambda w: jnp.sum(X @ w) * s.item(),
+    "numpy": lambda s: lambda w: jnp.sum(X @ w) * np.asarray(s, float),
+    "partial": lambda s: functools.partial(lambda w, s: jnp.sum(X @ w) * s.item(), s=s),
+    "nondiff_argnums": with_argument,
+    "compile time": at_compile_time,
+    "custom_jvp": with_jvp,
+    **{f"custom_vjp, {part}": with_rule(part) for part in ("primal", "forward")},
+    "custom_vjp, backward": with_rule("backward"),
+}
+AROUND = {
+    "grad": jax.grad,
+    "jit of grad": lambda f: jax.jit(jax.grad(f)),
+    "grad of jit": lambda f: jax.grad(jax.jit(f)),
+}
+
+
+@pytest.mark.parametrize("name", CONCRETE)
+def test_an_array_that_a_function_holds_may_be_a_number(name):
+    fun = CONCRETE[name](SCALE)
+    for wrap in AROUND.values():
+        got = wrap(autocast(fun, "bfloat16"))(W)
+        np.testing.assert_allclose(got, jax.grad(fun)(W), rtol=0.05, atol=0.02)
+
+
+BY_DTYPE = {
+    "bitcast": lambda w: jax.lax.bitcast_convert_type(w, jnp.uint16),
+    "sign bit": lambda w: jnp.sum(w.view(jnp.uint16) >> 15),
+    "bytes": lambda w: jnp.sum(jax.lax.bitcast_convert_type(w, jnp.uint8) >> 7),
+    "nbytes": lambda w: jnp.sum(w) * w.nbytes,
+    "itemsize": lambda w: {"w": w * w.itemsize, "size": w.dtype.itemsize},
+    "a row": lambda w: jnp.roll(w, w.itemsize // 2, 0)[w.itemsize - 1],
+    "a power": lambda w: w**w.itemsize,
+    "rows": lambda w: jnp.ones(w.itemsize) * w[0, 0],
+    "another result": lambda w: (w, w) if w.dtype == SCALE.dtype else w,
+    "another tree": lambda w: {w.dtype.name: w},
+    "another step": lambda w: w * (1 if w.dtype == jnp.float32 else 3),
+    "noise": lambda w: w + jax.random.normal(jax.random.key(0), w.shape, w.dtype),
+}
+
+
+@pytest.mark.filterwarnings("ignore:autocast")
+@pytest.mark.parametrize("name", BY_DTYPE)
+def test_a_function_of_a_dtype_is_traced_as_given(name):
+    fun, w = BY_DTYPE[name], W.astype("bfloat16")
+    for half in (autocast(fun, "float16"), lambda w: autocast(lambda: fun(w), "f16")()):
+        jax.tree.map(np.testing.assert_array_equal, half(w), fun(w))
+        types = (jax.tree.map(jnp.result_type, tree) for tree in (half(w), fun(w)))
+        assert operator.eq(*types)
+
+
+SAME_PROGRAM = {
+    "limit": lambda w: jnp.where(w > 0, w, jnp.finfo(w.dtype).min / 2).max(),
+    "mask": lambda w: jax.nn.softmax(jnp.where(w > 0, w, -1e9)) @ w,
+    "epsilon": lambda w: w / (jnp.std(w) + 10 * jnp.finfo(w.dtype).eps) * 1e-8,
+    "gelu": lambda w: jax.nn.gelu(w @ w) * 0.1,
+    "attention": lambda w: jax.nn.dot_product_attention(*[w.reshape(1, 4, 2, 2)] * 3),
+    "cast": lambda w: (w.astype("float32") @ w).astype(w.dtype),
+}
+
+
+@pytest.mark.filterwarnings("ignore:autocast")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", SAME_PROGRAM)
+def test_roundings_and_limits_of_a_dtype_leave_it_one_program(name, dtype):
+    seen = []
+
+    def fun(w):
+        seen.append(w.dtype)
+        return SAME_PROGRAM[name](w)
+
+    half = autocast(fun, dtype)
+    text = str(jax.make_jaxpr(half)(W.astype(dtype)))
+    assert "float32" in map(str, seen)
+    assert "= convert_element_type[new_dtype=float32" in text
+
+
+@pytest.mark.filterwarnings("ignore:autocast")
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_reference_is_written_as_without_autocast(wrap):
+    def add(ref, x):
+        ref[...] = (ref[...] + x @ W).astype(ref.dtype)
+
+    def loop(ref, x):
+        jax.lax.fori_loop(0, 3, lambda _, c: add(ref, x) or c, 0)
+        return jnp.sum(x @ ref[...])
+
+    for dtype in DTYPES:
+        half, plain = (new_ref(jnp.zeros((4, 4), dtype)) for _ in range(2))
+        result = wrap(autocast(loop, "bfloat16"))(half, X)
+        np.testing.assert_allclose(result, loop(plain, X), rtol=0.05)
+        assert half[...].dtype == dtype
+        np.testing.assert_allclose(n32(half[...]), n32(plain[...]), atol=0.05)
+
+
+def n32(x):
+    return x.astype("float32")
+
+
+def test_sparsify_goes_within():
+    def fun(m, w):
+        return jnp.sum(jnp.tanh(m @ w))
+
+    m = sparse.BCOO.fromdense(jnp.eye(4))
+    with pytest.raises(TypeError, match=r"write autocast\(sparsify\(f\)\)"):
+        sparse.sparsify(autocast(fun, "bfloat16"))(m, W)
+    around = sparse.sparsify(autocast(fun, "bfloat16"), use_tracer=True)
+    np.testing.assert_allclose(around(m, W), fun(m, W), rtol=0.01)
+
+
+KEYWORDS = "fun held self args kwargs loss_scale transform run step function name call"
+KEYWORDS = {word: float(i) for i, word in enumerate(f"{KEYWORDS} tree half".split())}
+
+
+def loss(w, /, **keywords):
+    assert {*keywords} == {*KEYWORDS}
+    return jnp.sum(w @ w) * keywords["fun"] + keywords["half"]
+
+
+class Layer(eqx.Module):
+    w: jax.Array
+
+    def __call__(self, /, **keywords):
+        return loss(self.w, **keywords)
+
+
+def of_state(fun):
+    state = jmp_scale.linen.TrainState.create(
+        apply_fn=None, params=W, tx=optax.sgd(0.1), loss_scale=S
+    )
+    return state.value_and_grad(fun)
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(W)
+
+
+S = jmp_scale.StaticLossScale(8.0)
+WRAPPERS = {
+    "autocast": lambda: functools.partial(autocast(loss, "f16"), W),
+    "of a closure": lambda: autocast(lambda **given: loss(W, **given), "f16"),
+    "of half precision": lambda: autocast(Layer(W.astype("f2")), "f16"),
+    "keep_float32": lambda: functools.partial(keep_float32(loss), W),
+    "in_half": lambda: functools.partial(autocast(in_half(loss), "f16"), W),
+    "marked layer": lambda: keep_float32(Layer(W)),
+    "value_and_grad": lambda: functools.partial(jmp_scale.value_and_grad(loss, S), W),
+    "grad": lambda: functools.partial(jmp_scale.grad(loss, S), W),
+    "linen": lambda: functools.partial(of_state(loss), W),
+    "nnx": lambda: functools.partial(
+        jmp_scale.nnx.autocast(lambda m, /, **given: loss(m.w[...], **given), "f16"),
+        Model(),
+    ),
+    "check_step": lambda: functools.partial(
+        diagnostics.check_step, lambda w, /, **given: (w, loss(w, **given)), W
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:autocast")
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_keyword_may_have_any_name(name):
+    WRAPPERS[name]()(**KEYWORDS)

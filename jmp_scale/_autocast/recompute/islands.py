@@ -1,7 +1,7 @@
 """Islands: what their derivatives read, their softmaxes and their small sums."""
 
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -68,33 +68,37 @@ class Softmax(NamedTuple):
 
 
 def softmaxes_of(island: Jaxpr) -> dict[Var, Softmax]:
-    """Finds the softmaxes of an island, by their results.
+    """Finds the softmaxes of an island, by their results."""
+    maker = {v: eqn for eqn in island.eqns for v in eqn.outvars}
+    quotients = (eqn for eqn in island.eqns if eqn.primitive.name == "div")
+    found = {eqn.outvars[0]: _softmax(eqn, maker) for eqn in quotients}
+    return {v: softmax for v, softmax in found.items() if softmax}
+
+
+def _softmax(quotient: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> Softmax | None:
+    """Returns the softmax that a quotient is.
 
     Proven is that exponentials are divided by their own sum over some axes, and that
     each other axis of the sum is the same axis of the divisor, whatever their lengths.
     """
-    maker = {v: eqn for eqn in island.eqns for v in eqn.outvars}
 
     def made_by(v: Atom, name: str) -> JaxprEqn | None:
         eqn = maker.get(v) if isinstance(v, Var) else None
         return eqn if eqn is not None and eqn.primitive.name == name else None
 
-    found: dict[Var, Softmax] = {}
-    for eqn in island.eqns:
-        if eqn.primitive.name != "div":
-            continue
-        dividend, divisor = eqn.invars
-        axes = range(len(_jaxpr.shape(divisor)))
-        while broadcast := made_by(divisor, "broadcast_in_dim"):
-            axes = [axes[d] for d in broadcast.params["broadcast_dimensions"]]
-            divisor = broadcast.invars[0]
-        exp, total = made_by(dividend, "exp"), made_by(divisor, "reduce_sum")
-        if exp and total and total.invars[0] is dividend:
-            summed, rank = total.params["axes"], len(_jaxpr.shape(dividend))
-            is_same = [*axes] == [d for d in range(rank) if d not in summed]
-            for exponents in variables(exp.invars) if is_same else ():
-                found[eqn.outvars[0]] = Softmax(exponents, tuple(summed))
-    return found
+    dividend, divisor = quotient.invars
+    axes = range(len(_jaxpr.shape(divisor)))
+    while broadcast := made_by(divisor, "broadcast_in_dim"):
+        axes = [axes[d] for d in broadcast.params["broadcast_dimensions"]]
+        divisor = broadcast.invars[0]
+    exp, total = made_by(dividend, "exp"), made_by(divisor, "reduce_sum")
+    if not (exp and total) or total.invars[0] is not dividend:
+        return None
+    summed, rank = total.params["axes"], len(_jaxpr.shape(dividend))
+    exponents, left = exp.invars[0], sorted({*range(rank)}.difference(summed))
+    if [*axes] != left or not isinstance(exponents, Var):
+        return None
+    return Softmax(exponents, tuple(summed))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))

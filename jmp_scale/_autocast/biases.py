@@ -35,11 +35,15 @@ def adds_bias(
     """Whether a sum adds a bias, which is repeated, to the result of a product.
 
     A bias is repeated before, or has axes of length 1 for larger ones of the result.
+    Proven is that the gradient of the one is rounded anyway, and that of the other a
+    sum of several entries. The gradient of a stream has the sum's entries, unrounded.
     """
     size = _jaxpr.size(eqn.outvars[0])
     pair = variables(eqn.invars)
     return any(
-        is_product(a) and (_jaxpr.size(b) < size or is_repeated(b))
+        is_product(a)
+        and _jaxpr.size(a) == size
+        and (_jaxpr.size(b) < size or is_repeated(b))
         for a, b in zip(pair, pair[::-1], strict=True)
         if len(pair) == 2
     )

@@ -205,7 +205,9 @@ class Reading:
 
         def is_repeated(v: Var) -> bool:
             maker = self._equation_of(before(v))
-            return maker is not None and maker.primitive.name == "broadcast_in_dim"
+            if maker is None or maker.primitive.name != "broadcast_in_dim":
+                return False
+            return _jaxpr.size(maker.invars[0]) < _jaxpr.size(maker.outvars[0])
 
         is_near = _jaxpr.size(eqn.outvars[0]) in self._expensive
         if is_near and adds_bias(eqn, is_product, is_repeated):

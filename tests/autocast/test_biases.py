@@ -50,6 +50,14 @@ ROUNDED = {  # how many sums are rounded
     ),
     "a norm": (lambda w, b, x: jax.nn.standardize(x @ w + b[None]) @ V, 0),
     "a residual stream": (lambda w, b, x: TANH(x + (x @ w + b[None])) @ V, 1),
+    "a stream with one more axis": (
+        lambda w, b, x: GELU(x[None] + (x @ w)[None])[0] @ V,
+        0,
+    ),
+    "a product that is repeated itself": (
+        lambda w, b, x: GELU(x[:1] @ w + x) @ V + GELU(x[:1] @ w + x[:, :1]),
+        0,
+    ),
     "a product that stays": (
         lambda w, b, x: GELU(jnp.matmul(x, w, precision="highest") + b[None]) @ V,
         0,

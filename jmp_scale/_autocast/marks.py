@@ -15,12 +15,13 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
-from .. import _jaxpr
+from .. import _jaxpr, _jaxpr_rewrite
 from .._jaxpr import Program
 from .._state import UNSCALED
 from .._tree import is_module
 from .._validation import callers, require_callable
 from .derivatives import with_value
+from .higher_order import CALLS
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -152,10 +153,10 @@ def tracing(half: DTypeLike) -> AbstractContextManager[Any]:
 def is_unscaled(jaxpr: Program) -> bool:
     """Whether no loss scale reaches the gradients of what `autocast` runs now.
 
-    Not in our `value_and_grad`, which knows it better. Elsewhere it is certain only if
+    Not in our `value_and_grad`, which knows it better. Elsewhere it is proven only if
     JAX's `value_and_grad`, perhaps Equinox's or NNX's around it, differentiates the
-    function itself: the caller's own code in between may scale, as may a product at
-    the end of the function.
+    function itself, and no factor reaches its result: the caller's own code in between
+    may scale, as may the function.
     """
     if UNSCALED.value is not None:
         return UNSCALED.value
@@ -163,11 +164,26 @@ def is_unscaled(jaxpr: Program) -> bool:
         if not _TRANSFORMS.match(module):
             return False
         if frame.f_code.co_name == "value_and_grad_f":
-            inner = _jaxpr.bare(jaxpr)
-            outputs = _jaxpr.variables(inner.outvars)
-            scalars = {v for v in outputs if _jaxpr.shape(v) == ()}
-            factors = (eqn for eqn in inner.eqns if eqn.primitive.name == "mul")
-            return scalars.isdisjoint(v for eqn in factors for v in eqn.outvars)
+            return not _may_scale(jaxpr)
+    return False
+
+
+def _may_scale(jaxpr: Program) -> bool:
+    """Whether a result may be linear in a number, as a scaled loss is in its scale.
+
+    A mean divides by a number of the program, which is at least 1.
+    """
+    inner, _ = _jaxpr_rewrite.inlined(jaxpr, lambda e: e.primitive.name in _jaxpr.CALLS)
+    reached = {v for v in _jaxpr.variables(inner.outvars) if _jaxpr.shape(v) == ()}
+    for eqn in reversed(inner.eqns):
+        name = eqn.primitive.name
+        if reached.isdisjoint(eqn.outvars):
+            continue
+        is_mean = name == "div" and getattr(eqn.invars[1], "val", 0) >= 1
+        if is_mean or name in _jaxpr.LINEAR:
+            reached.update(_jaxpr.variables(eqn.invars))
+        elif name in ("mul", "div") or name in CALLS:
+            return True
     return False
 
 

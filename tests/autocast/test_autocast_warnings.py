@@ -89,6 +89,16 @@ FORGOTTEN = {
 SCALED = {
     "after it": lambda half: jax.grad(lambda w, x: SCALE.scale(half(w, x))),
     "within it": lambda half: jax.grad(autocast(scaled, "float16")),
+    **{
+        name: lambda half, f=f: jax.grad(autocast(f, "float16"))
+        for name, f in {
+            "within a jit": jax.jit(scaled),
+            "within a checkpoint": jax.checkpoint(scaled),
+            "within a mean": lambda w, x: jnp.mean(2.0**9 * (x @ w) ** 2),
+            "by a division": lambda w, x: two_layers(w, x) / 2.0**-9,
+            "by an argument": lambda w, x: jnp.sum(jnp.mean((x @ w) ** 2 * x[0, 0], 0)),
+        }.items()
+    },
     "by a cotangent": lambda half: lambda w, x: jax.vjp(half, w, x)[1](jnp.float32(8)),
     "by Flax": lambda half: lambda w, x: DynamicScale().value_and_grad(half)(w, x)[2],
     "by value_and_grad": lambda half: jmp_scale.grad(half, SCALE),

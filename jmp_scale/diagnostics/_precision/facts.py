@@ -334,8 +334,8 @@ def _constant(equation: Equation, bounds: Bounds) -> float:
         return next((f.constant for f in equation.taken if f.constant), 0.0)
     number = bounds.single if _applied(equation) else None
     if number is None:
-        number = _image(equation, lambda x: x.constant or None) or 0.0
-    return number if is_lost(number) else 0.0
+        number = _image(equation, lambda x: x.constant or None)
+    return number if number is not None and is_lost(number) else 0.0
 
 
 def _epsilon(equation: Equation) -> float | None:
@@ -355,16 +355,16 @@ def _epsilon(equation: Equation) -> float | None:
 def _summed(equation: Equation) -> float:
     """Returns how many elements of float32, or two by two of half, are added up."""
     eqn, name, ins = equation.eqn, equation.name, equation.ins
+    wide = name if is_wide(equation.result) else ""
+    if wide in _SUMS:
+        return max(ins[0].summed, 1.0) * max(entries_added(eqn), 1)
+    if wide in _KEEP_SUMS:
+        return abs(_image(equation, lambda x: x.summed or None) or 0.0)
     if name == "add" and is_half(equation.result):
         return summed_in_half(*ins)
-    if name in _SUMS and is_wide(equation.result):
-        return max(ins[0].summed, 1.0) * max(entries_added(eqn), 1)
     # A sum that is broadcast to an array is part of another computation.
-    if name in _MOVES and size(eqn.outvars[0]) > size(eqn.invars[0]):
-        return 0.0
-    if name in _KEEP_SUMS and is_wide(equation.result):
-        return abs(_image(equation, lambda x: x.summed or None) or 0.0)
-    return max((fact.summed for fact in equation.taken), default=0.0)
+    is_spread = name in _MOVES and size(eqn.outvars[0]) > size(eqn.invars[0])
+    return 0.0 if is_spread else max([0.0, *(fact.summed for fact in equation.taken)])
 
 
 def summed_in_half(x: Fact, y: Fact) -> float:
@@ -386,9 +386,12 @@ def _rounded_in(equation: Equation, bounds: Bounds) -> tuple[str, ...]:
         halves = ins[0].rounded_in  # not those of the indices of a gather
     elif name in _ROUNDS or is_integer(equation.result):
         halves = (first_half(ins),)
-    # The dtype represents all integers in these bounds.
-    exact = [bounds.magnitude <= DISTINCT_INTEGERS.get(half, 0) for half in halves]
-    return tuple("" if e else half for half, e in zip(halves, exact, strict=True))
+    return tuple(_unless_exact(half, bounds) for half in halves)
+
+
+def _unless_exact(half: str, bounds: Bounds) -> str:
+    """Returns "" for a dtype that represents all integers in these bounds."""
+    return half if bounds.magnitude > DISTINCT_INTEGERS.get(half, 0) else ""
 
 
 def _joins_columns(eqn: JaxprEqn) -> bool:

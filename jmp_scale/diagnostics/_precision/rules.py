@@ -99,6 +99,7 @@ _EXPONENTIALS = words("exp exp2 expm1 log log1p pow cumlogsumexp")
 _OVERFLOWING = words("exp exp2 expm1 pow")
 _LARGEST_EXPONENT = 11
 _DIGITS = {"float16": "three digits", "bfloat16": "two digits"}
+_HARM = {"float16": "overflows at 65,504", "bfloat16": "keeps two digits"}
 
 # Functions of jax.nn that handle large arguments themselves.
 _SAFE_FUNCTIONS = words(
@@ -138,7 +139,9 @@ def _half_sum(equation: Equation) -> Iterator[Values]:
     count, narrows, dtype = _count_in_half(equation), equation.narrows, equation.result
     if count < _LONG or not is_half(dtype):
         return
-    harm = {"float16": "overflows at 65,504", "bfloat16": f"keeps {_DIGITS[dtype]}"}
+    how, also = ("accumulates", " and drops small terms")
+    if narrows:
+        how, also = "comes back", ""
     level = "warning"
     if count >= FLOAT16_MAX and (dtype == "float16" or not narrows):
         level = "error"
@@ -150,8 +153,8 @@ def _half_sum(equation: Equation) -> Iterator[Values]:
     yield {
         "level": level,
         "count": count,
-        "how": "comes back" if narrows else "accumulates",
-        "harm": harm[dtype] + ("" if narrows else " and drops small terms"),
+        "how": how,
+        "harm": _HARM[dtype] + also,
         "cure": cure,
     }
 
@@ -175,11 +178,7 @@ def _half_collective(equation: Equation) -> Iterator[Values]:
 
 def _half_integers(equation: Equation) -> Iterator[Values]:
     if equation.name not in ("iota", "convert_element_type"):
-        for dtype, entries in _indexed(equation):
-            limit = DISTINCT_INTEGERS.get(dtype, math.inf)
-            if limit < entries:
-                what = f"Indices among {entries:,} entries were"
-                yield {"what": what, "dtype": dtype, "limit": limit}
+        yield from _half_indices(equation)
         return
     (fact,) = equation.ins or transfer(equation)
     most, limit = fact.bounds.magnitude, DISTINCT_INTEGERS.get(equation.result)
@@ -189,6 +188,14 @@ def _half_integers(equation: Equation) -> Iterator[Values]:
     counts = fact.maker == "iota" and "linspace" not in equation.place().calls
     if limit < most < _UNKNOWN_EXTENT and (counts or is_integer(equation.source)):
         yield {"what": f"Integers up to {most:,.0f} are cast to", "limit": limit}
+
+
+def _half_indices(equation: Equation) -> Iterator[Values]:
+    for dtype, entries in _indexed(equation):
+        limit = DISTINCT_INTEGERS.get(dtype, math.inf)
+        if limit < entries:
+            what = f"Indices among {entries:,} entries were"
+            yield {"what": what, "dtype": dtype, "limit": limit}
 
 
 def _indexed(equation: Equation) -> Iterator[tuple[str, int]]:

@@ -154,17 +154,22 @@ def _told(opt_state: PyTree, history: LossScaleHistory | None) -> dict[str, Told
         found += [("", *trend) for trend in _trends(history, steps)]
     for path, state in states:
         # What is said of the last steps replaces the recorded rate.
-        skips = _present(state, steps) or (steps and _frequent(steps))
+        skips = _present(state, steps) or _frequent(steps)
         if skips:
-            rule, last = skips
-            if rule == "loss not finite" and not _others_are_finite(opt_state):
-                rule = "parameters not finite"
-            found.append((path if states[1:] else "", rule, {"last": last}))
+            found.append((path if states[1:] else "", *_caused(skips, opt_state)))
     order, told = [*RULES], {}
     for path, rule, values in sorted(found, key=lambda f: order.index(f[1])):
-        name = f"{path}: {rule}" if path else rule
+        name = ": ".join(filter(None, (path, rule)))
         told[name] = rule, ", ".join(filter(None, (path, where))), values
     return told
+
+
+def _caused(skips: tuple[str, str], tree: PyTree) -> RuleAndValues:
+    """Returns what is told of skips: of a loss, whether parameters are the cause."""
+    rule, last = skips
+    if rule == "loss not finite" and not _others_are_finite(tree):
+        rule = "parameters not finite"
+    return rule, {"last": last}
 
 
 def _others_are_finite(tree: PyTree) -> bool:
@@ -222,8 +227,10 @@ def _of_overflows(state: LossScaleState, s: float, losses: int) -> str | None:
     return "every step skipped" if in_a_row >= 10 and not is_start else None
 
 
-def _frequent(steps: Steps) -> tuple[str, str] | None:
+def _frequent(steps: Steps | None) -> tuple[str, str] | None:
     """Returns the finding on too many skipped steps, of which one is always normal."""
+    if steps is None:
+        return None
     skipped, size = ~steps["applied"], len(steps["step"])
     if steps["step"][0] == 0:  # skips before the first applied step are expected
         skipped[: int(np.argmin([*skipped, False]))] = False

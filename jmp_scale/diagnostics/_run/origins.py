@@ -70,10 +70,7 @@ def _run(
         if any(map(_kind, results)):
             place = _place(eqn, inner.eqns, outer)
             known = [origin(a, place) for a in eqn.invars]
-            # What is known already is not looked for in a loop or a call.
-            is_known = any(each.rank == 2 for each in known)
-            found = None if is_known else _in_nested(eqn, ins, known, place)
-            found = found or [_origin(eqn, ins, known, x, place) for x in results]
+            found = _found(eqn, ins, known, results, place)
             origins.update(zip(eqn.outvars, found, strict=True))
         values.update(zip(eqn.outvars, results, strict=True))
         for v in {*_jaxpr.variables(eqn.invars)} - kept:
@@ -81,6 +78,16 @@ def _run(
                 del values[v]
     outs = _jaxpr.results_of(inner, values)
     return outs, [origin(atom, outer) for atom in inner.outvars]
+
+
+def _found(
+    eqn: core.JaxprEqn, ins: Arrays, known: _Origins, results: Arrays, place: Place
+) -> _Origins:
+    """Returns the origins of an equation's results."""
+    # What is known already is not looked for in a loop or a call.
+    is_known = any(each.rank == 2 for each in known)
+    found = None if is_known else _in_nested(eqn, ins, known, place)
+    return found or [_origin(eqn, ins, known, x, place) for x in results]
 
 
 def _of_given(value: jax.Array, name: str) -> NonfiniteOrigin:

@@ -10,10 +10,11 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.typing import ArrayLike
 
-from . import _pytree
-from ._tree import find_nodes, multiply
+from . import _mesh, _pytree
+from ._tree import find_nodes, map_gradients, multiply
 from ._types import PyTree
 from ._validation import described
 
@@ -64,7 +65,8 @@ class LossScale(_pytree.Pytree, abc.ABC):
         those of `scale`. The division is exact if S is a power of two.
         """
         s = jnp.asarray(self.loss_scale, jnp.float32)
-        return multiply("unscale", tree, s, inverse=True)
+        tree = multiply("unscale", tree, s, inverse=True)
+        return _overflowed(tree, self) if IS_CHECKED.value else tree
 
     @abc.abstractmethod
     def adjust(self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True) -> Self:
@@ -75,6 +77,21 @@ class LossScale(_pytree.Pytree, abc.ABC):
           loss_finite: bool[]; False if the unscaled loss itself was not finite, or the
             step was a spike. Then S should stay, because no S helps.
         """
+
+
+def _overflowed(grads: T, loss_scale: LossScale) -> T:
+    """Adds an infinity to gradients of one device at a counter of S, and 0 else."""
+    is_due = getattr(loss_scale, "counter", 0) == OVERFLOWS
+
+    def overflowed(x: jax.Array) -> jax.Array:
+        if not x.ndim:
+            return x  # it may be the loss
+        indices = map(lax.axis_index, _mesh.disagreeing_axes(x))
+        is_here = functools.reduce(jnp.logical_and, (i == 0 for i in indices), is_due)
+        more = jnp.where(is_here, jnp.inf, 0.0).astype(x.dtype)
+        return _mesh.on_parts(jnp.add, x, more)
+
+    return map_gradients(overflowed, grads)
 
 
 class LossScaleState(NamedTuple):

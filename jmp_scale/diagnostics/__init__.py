@@ -15,7 +15,6 @@ from ._precision.report import precision_report as precision_report
 from ._precision.sensitivity import SensitiveProduct as SensitiveProduct
 from ._precision.sensitivity import SensitiveProducts as SensitiveProducts
 from ._precision.sensitivity import sensitive_products as sensitive_products
-from ._run.check_step import Problem as Problem
 from ._run.check_step import StepCheck as StepCheck
 from ._run.check_step import check_step as check_step
 from ._run.diagnosis import Diagnosis as Diagnosis

@@ -9,34 +9,12 @@ import jax
 from ..._tree import is_data, is_module
 from ..._types import Function, PyTree
 from ..._validation import require_callable
+from .._findings import Finding, are_notes, findings_of, summary_of
 from .._tables import printed, with_progress
-from .step_calls import Check
-from .step_passes import PASSES
-from .step_rules import RULES, Level
-
-
-@printed
-class Problem(NamedTuple):
-    """A finding of `check_step`.
-
-    Attributes:
-      rule: the name of the rule, such as "unscaled twice".
-      where: the leaf or result, as `args[1].inner_state[0].mu['w']`, or "".
-      text: the fault and its effect.
-      cure: the code to write.
-      level: "error", "warning" or "note"; the subject of a note may be right.
-    """
-
-    rule: str
-    where: str
-    text: str
-    cure: str
-    level: Level
-
-    def summary(self) -> str:
-        """Returns level, rule, place and text, and the cure on a line of its own."""
-        where = f"{self.where}: " if self.where else ""
-        return f"{self.level} [{self.rule}] {where}{self.text}\n  {self.cure}"
+from .step_base import base_of
+from .step_calls import Calls
+from .step_passes import OVER, PASSES, Findings, Found, Unchecked, found
+from .step_rules import RULES
 
 
 @printed
@@ -44,28 +22,25 @@ class StepCheck(NamedTuple):
     """The result of `check_step`, in Python values. `str()` is its summary.
 
     Attributes:
-      problems: findings, the most severe first.
+      findings: what is wrong, the most severe first.
       not_checked: the questions that the calls could not answer.
       calls: the number of calls of the step.
     """
 
-    problems: tuple[Problem, ...]
+    findings: tuple[Finding, ...]
     not_checked: tuple[str, ...]
     calls: int
 
     @property
     def ok(self) -> bool:
         """Whether nothing but notes was found, in a step that could be checked."""
-        return all(problem.level == "note" for problem in self.problems)
+        return are_notes(self.findings)
 
     def summary(self) -> str:
-        """Returns every problem with its cure, and what was not checked."""
-        count = sum(problem.level != "note" for problem in self.problems)
-        found = f"{count} problem{'s' * (count != 1)}" if count else "no problem"
-        lines = [f"check_step: {found} found in {self.calls} calls of the step."]
-        lines += map(str, self.problems)
-        lines += [f"not checked: {what}." for what in self.not_checked]
-        return "\n".join(lines)
+        """Returns every finding with its cure, and what was not checked."""
+        fine = f"check_step: no problem found in {self.calls} calls of the step."
+        left = [f"not checked: {what}." for what in self.not_checked]
+        return summary_of(fine, self.findings, *left)
 
 
 def check_step(
@@ -79,22 +54,26 @@ def check_step(
     hidden overflow; an average that a skipped step changes. All of these are silent.
 
     ```
-    ten S, 2^-17 to 2^13      nothing may grow or fall with S
+    ten S, 2^-37 to 2^53      in float32, a power of two changes no bit of the state
     S that grows              the step is the same as one in which S stays
-    the S that overflows      from it on, and not before it, steps are skipped
+    infinite gradients        the step is skipped, on all devices
     S = inf                   its own optimizer is skipped, and each leaf stays
     a spike, with a guard     each leaf stays
     a NaN in the batch        no leaf stays NaN
     ```
 
-    The step is called some 15 to 30 times with copies of the arguments, which it may
-    donate. Several copies of the state are alive at a time, so check a small
-    configuration of a large model. It compiles once, because S is an array; here a
-    `DynamicLossScale` takes the place of a `StaticLossScale` and of a loss scale of
-    your own. Prints, logs and counters outside of the step run in each call.
+    The step is called some 20 times with copies of the arguments, which it may donate.
+    Several copies of the state are alive at a time, so check a small configuration of a
+    large model. It compiles twice: as it is, and for the ten S with `autocast` in
+    float32, where nothing under- or overflows. Casts by hand to float16 stay: there
+    nine S below the one that overflows are compared, in some 10 calls more, and less is
+    found. A `DynamicLossScale` takes the place of a `StaticLossScale` and of a loss
+    scale of your own. Prints, logs and counters outside of the step run in each call.
+    In a job of several processes each one calls `check_step`.
 
-    State is a part that an argument and a result have in common (names and shapes), and
-    the arrays in NNX modules. It cannot find: gradients that are summed in place of
+    State is a part that an argument and a result have in common (names and shapes), a
+    tuple of arrays that comes back beside what it stands beside, and the arrays in NNX
+    modules. It cannot find: gradients that are summed in place of
     averaged, or that devices do not average where an optimizer has no moments; an S
     that is a bare number; a scaled `value=` that neither a guard nor the optimizer
     reads; averages that NaN enters where the batch has integers alone;
@@ -103,13 +82,13 @@ def check_step(
     Args:
       step: the train step, compiled or not, with any arguments and results.
       *args: its arguments: state, batch and keys as in the first step.
-      carried: positions of arguments that are bare arrays and come back at the same
-        position of the results; (0,) for a step that returns one array.
+      carried: positions of arguments that come back among the results, as bare arrays
+        or other trees without names; (0,) for a step that returns one array.
       **kwargs: its keyword arguments.
 
     Raises:
       TypeError: `step` is not a function, or `carried` not a sequence.
-      ValueError: a position in `carried` is not that of a bare array that comes back.
+      ValueError: a position in `carried` is not that of an argument that comes back.
       Exception: any exception of the first call. Of later calls those that are not
         arithmetic, assertion, memory, run-time or value errors, or the end of an
         iterator; these are counted, and the first one is named.
@@ -118,7 +97,7 @@ def check_step(
       >>> import jax.numpy as jnp
       >>> from jmp_scale import diagnostics
       >>> found = diagnostics.check_step(lambda w, x: w, {"w": jnp.ones(2)}, 1.0)
-      >>> found.ok, found.problems[0].rule
+      >>> found.ok, found.findings[0].rule
       (False, 'nothing learned')
     """
     call = "check_step(train_step, params, opt_state, batch)"
@@ -128,34 +107,45 @@ def check_step(
             "check_step: expected a sequence of positions as carried, got "
             f"{carried!r}; write carried=({carried!r},)"
         )
-    check = Check(step, args, kwargs, carried)
-    if not (check.scales or check.states):
-        check.add("no loss scale")
-        check.not_checked.append("how the step scales: no argument is a loss scale")
-    holder = _holder(step, (args, kwargs), check.has_optimizer)
+    calls = Calls(step, args, kwargs, carried)
+    told = [*_told(calls, _holder(step, (args, kwargs), calls.has_optimizer))]
+    if calls.raised:
+        count, first = len(calls.raised), calls.raised[0]
+        told.append(found("raised", count=count, calls=calls.count, first=first))
+    unchecked = tuple(each.what for each in told if isinstance(each, Unchecked))
+    findings = _findings([each for each in told if isinstance(each, Found)], calls)
+    return StepCheck(findings, unchecked, calls.count)
+
+
+def _told(calls: Calls, holder: object) -> Findings:
+    """Yields what all passes find, up to one after which none can compare."""
+    if not (calls.scales or calls.states):
+        yield found("no loss scale")
+        yield Unchecked("how the step scales: no argument is a loss scale")
     if holder is not None:
-        check.add("state out of reach", what=f"A {type(holder).__name__}")
-        return StepCheck(_problems(check), ("anything",), 0)
+        yield found("state out of reach", what=f"A {type(holder).__name__}")
+        yield Unchecked("anything")
+        return
+    base = base_of(calls)
     for run_pass in with_progress(PASSES, "check_step"):
-        run_pass(check)
-        if check.is_over:
-            break
-    if check.raised:
-        count, calls = str(len(check.raised)), str(check.count)
-        check.add("raised", count=count, calls=calls, first=check.raised[0])
-    return StepCheck(_problems(check), tuple(check.not_checked), check.count)
+        for each in run_pass(base):
+            if each is OVER:
+                return
+            yield each
 
 
-def _problems(check: Check) -> tuple[Problem, ...]:
-    """Returns one problem for each rule, with its first place."""
-    problems = []
-    for name, rule in RULES.items():
-        if name in check.found:
-            text, places = check.found[name]
-            first, *others = dict.fromkeys(places)
+def _findings(told: Sequence[Found], calls: Calls) -> tuple[Finding, ...]:
+    """Returns one finding for each rule, with its first place, in the table's order."""
+    rows = []
+    for rule in RULES:
+        each = [one for one in told if one.rule == rule]
+        if each:
+            places = (one.where for one in each)
+            names = (p if isinstance(p, str) else calls.names[p] for p in places)
+            first, *others = dict.fromkeys(names)
             where = f"{first} (and {len(others)} more)" if others else first
-            problems.append(Problem(name, where, text, rule.cure, rule.level))
-    return tuple(problems)
+            rows.append((rule, where, each[0].values))
+    return findings_of(RULES, rows)
 
 
 def _holder(step: Function, args: PyTree, has_optimizer: bool) -> object:

@@ -1,18 +1,8 @@
 """The table of rules of `check_step`: the text and the cure of each."""
 
 import functools
-from typing import Literal, NamedTuple
 
-Level = Literal["error", "warning", "note"]
-
-
-class Rule(NamedTuple):
-    """A row of the table."""
-
-    level: Level
-    text: str
-    cure: str
-
+from .._findings import Rule
 
 _error = functools.partial(Rule, "error")
 _warning = functools.partial(Rule, "warning")
@@ -76,6 +66,11 @@ RULES = {
         "with_loss_scale(optax.chain(clip, tx), loss_scale). By hand, adjust by "
         "jmp_scale.all_finite(grads).",
     ),
+    "skipped alone": _error(
+        "An overflow on one device skips the step there, and others apply it.",
+        "with_loss_scale(tx, loss_scale, axis_name=('data', 'model')): name each axis "
+        "of the mesh over which the batch or parameters are split.",
+    ),
     "put back": _error(
         "A skipped step replaces it by a copy of another step's, or of a captured one.",
         _KEEP,
@@ -111,7 +106,7 @@ RULES = {
     ),
     "nothing comes back": _warning(
         "No parameters or moments come back among the results: little was checked.",
-        "Return the new state in the form of the old one; carried= names bare arrays.",
+        "Return the new state in the form of the old one; carried= names the rest.",
     ),
     "state out of reach": _warning(
         "{what} seems to hold the state, which cannot be copied: nothing was called.",
@@ -121,6 +116,11 @@ RULES = {
         "The step is skipped at S = {s}.",
         "Pass a batch with a finite loss, or a smaller S; diagnose_nonfinite(loss_fn, "
         "loss_scale, params, batch) finds the operation that is not finite.",
+    ),
+    "NaN goes in": _warning(
+        "It is NaN before the step, which is skipped at each S.",
+        "Fix it if it is data. If the step carries it, as a memory, start it anew, and "
+        "keep it on a skipped step: select_tree(opt_state.applied, new, old).",
     ),
     "raised": _warning(
         "{count} of {calls} calls raised and checked nothing, the first at {first}.",

@@ -15,6 +15,8 @@ import optax
 import optax.contrib
 from flax import nnx
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jmp_scale
 import jmp_scale.nnx
@@ -491,6 +493,70 @@ def pmapped(mistake=None):
     return step, (params, state, jax.random.split(KEY, 2), X.reshape(2, 8, 4))
 
 
+def split_parameters(mistake=None):
+    """Half of the hidden layer is on each device; an overflow is one of both."""
+    axes = "data" if mistake else ("data", "model")
+    tx = jmp_scale.with_loss_scale(ADAMW, DYNAMIC, axis_name=axes)
+
+    def step(params, state, x):
+        loss, grads = scaled(HALF["float16"], state.loss_scale, params, x)
+        return *applied(params, state, lax.pmean(loss, "model"), grads, tx), loss
+
+    split = {(4, 16): P(None, "model"), (16, 2): P("model")}
+    args = PARAMS, tx.init(PARAMS), X
+    types = (AxisType.Auto, AxisType.Auto)
+    mesh = jax.make_mesh((1, 2), ("data", "model"), axis_types=types)
+    specs = jax.tree.map(lambda leaf: split.get(leaf.shape, P()), args)
+    step = jax.shard_map(
+        step, mesh=mesh, in_specs=specs, out_specs=(*specs[:2], P()), check_vma=False
+    )
+    return jax.jit(step), args
+
+
+def memory(mistake=None, place=2, form=tuple):
+    """The (c, h) of an LSTM comes back, and goes into the next step."""
+
+    def loss_of(params, memory, x):
+        h = jnp.tanh(x @ params["w1"] + memory[1])
+        c = 0.9 * memory[0] + 0.1 * h
+        return jnp.mean((c @ params["w2"] - target(x)) ** 2), form((c, h))
+
+    @jax.jit
+    def step(*args):
+        *args, old = *args[:place], *args[place + 1 :], args[place]
+        params, opt, x = args
+        half = jmp_scale.autocast(loss_of, "float16")
+        take = jmp_scale.value_and_grad(half, opt.loss_scale, has_aux=True)
+        (loss, new), grads = take(params, old, x)
+        params, opt = applied(params, opt, loss, grads)
+        new = new if mistake else jmp_scale.select_tree(opt.applied, new, old)
+        results = [params, opt, loss]
+        results.insert(place, new)
+        return tuple(results)
+
+    args = [PARAMS, TX.init(PARAMS), X]
+    args.insert(place, form((jnp.zeros((16, 16)), jnp.zeros((16, 16)))))
+    return step, tuple(args)
+
+
+def pairs():
+    """Two batches go in, and two predictions of their shapes come back."""
+
+    def loss_of(params, x, y):
+        a, b = (jnp.tanh(z @ params["w"]) for z in (x, y))
+        return jnp.mean((a - y) ** 2 + (b - x) ** 2), (a, b)
+
+    @jax.jit
+    def step(params, opt, batch):
+        half = jmp_scale.autocast(loss_of, "float16")
+        take = jmp_scale.value_and_grad(half, opt.loss_scale, has_aux=True)
+        (loss, other), grads = take(params, *batch)
+        return *applied(params, opt, loss, grads), other, loss
+
+    params = {"w": jnp.eye(4) / 2}
+    return step, (params, TX.init(params), (X, X[::-1]))
+
+
 def in_another_order():
     @jax.jit
     def step(state, x, params):
@@ -570,6 +636,7 @@ WRONG = {
         **cases(step_of, change=clipped, inner="sgd"),
     },
     "state put back": cases(step_of, around="apply_if_finite"),
+    "skipped alone": cases(split_parameters, mistake="over one axis"),
     "put back": cases(step_of, results=put_back),
     "changed on a skip": {
         **cases(step_of, results=decayed),
@@ -588,6 +655,7 @@ WRONG = {
         **cases(window_of_calls, mistake="keeps NaN"),
         **cases(average, select_by=None),
         **cases(nnx_step, mistake="own gradient"),
+        **cases(memory, mistake="not selected", place=[2, 1, 0], form=[tuple, list]),
     },
     "S never adjusted": {
         **cases(step_of, results=[old_state, state_anew]),
@@ -616,6 +684,7 @@ RIGHT = {
     **cases(nnx_step, with_metrics=True),
     **cases(no_loss_scale),
     **cases(in_another_order),
+    **cases(pairs),
     **cases(ensemble),
     **cases(several_steps_in_a_call),
     **cases(step_of, inner=["adamw", "sgd", "clip"], dtype=[*HALF]),

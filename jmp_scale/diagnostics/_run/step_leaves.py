@@ -1,0 +1,238 @@
+"""Leaves of a step's arguments and results by path, and which belong together."""
+
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.typing import ArrayLike
+
+from ..._tree import find_nodes, is_data, is_module
+from ..._types import Function, KeyPath, PyTree
+
+Path = tuple[str, ...]  # keys, indices and names of fields
+Named = dict[Path, PyTree]
+Form = tuple[tuple[Path, tuple[int, ...]], ...]  # names and shapes of leaves
+
+_SAMPLE = 4096  # entries of a leaf that are compared
+
+
+def flat(tree: PyTree) -> tuple[list[tuple[KeyPath, PyTree]], Function]:
+    """Returns keys and leaves, and a function that makes such a tree of others."""
+    graph, nnx = None, sys.modules.get("flax.nnx")
+    if nnx and find_nodes(is_module, tree):
+        graph, tree = nnx.split(tree)
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
+
+    def join(leaves: list[PyTree]) -> PyTree:
+        tree = jax.tree.unflatten(structure, leaves)
+        return nnx.merge(graph, tree) if graph is not None and nnx else tree
+
+    return pairs, join
+
+
+def named(tree: PyTree) -> Named:
+    """Returns the arrays and numbers of a pytree by path, NNX modules included."""
+    return {path_of(keys): leaf for keys, leaf in flat(tree)[0] if is_data(leaf)}
+
+
+def path_of(keys: KeyPath) -> Path:
+    if not keys:
+        return ()
+    path = tuple(jax.tree_util.keystr(keys, simple=True, separator="\n").split("\n"))
+    # An NNX variable has its array in a field.
+    is_variable = hasattr(keys[-1], "name") and "flax.nnx" in sys.modules
+    return path[:-1] if is_variable and path[-1] == "value" else path
+
+
+def is_below(path: Path, nodes: Iterable[Path]) -> bool:
+    return any(path != node and path[: len(node)] == node for node in nodes)
+
+
+# Entries.
+
+
+def host(leaf: PyTree) -> np.ndarray:
+    """Returns the entries; of copies on several devices, those of the first one.
+
+    All processes of a job get the same, so that they go on with the same calls.
+    """
+    if jnp.issubdtype(getattr(leaf, "dtype", bool), jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        if leaf.is_fully_replicated:
+            own = np.asarray(leaf.addressable_data(0))
+            return np.asarray(multihost_utils.broadcast_one_to_all(own))
+        leaf = multihost_utils.process_allgather(leaf, tiled=True)
+    return np.asarray(leaf)
+
+
+def like(leaf: PyTree, value: ArrayLike) -> PyTree:
+    """Returns `value`, broadcast to the shape, dtype and devices of `leaf`."""
+    filled = np.broadcast_to(value, np.shape(leaf)).astype(leaf.dtype)
+    if not isinstance(leaf, jax.Array):
+        return filled
+    if leaf.is_fully_addressable:
+        return jax.device_put(filled, leaf.sharding if leaf.committed else None)
+    # `device_put` compares values between processes, and NaN differs from itself.
+    at = filled.__getitem__
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, at)
+
+
+def sampled(x: np.ndarray) -> np.ndarray:
+    """Returns at most `_SAMPLE` evenly spread entries as f64."""
+    x = np.stack([np.real(x), np.imag(x)]) if np.iscomplexobj(x) else x
+    return x.ravel()[:: max(1, math.ceil(x.size / _SAMPLE))].astype(np.float64)
+
+
+def difference(old: PyTree, new: PyTree) -> np.ndarray:
+    """Returns the changes of a sample of the entries; 0 for a least loss of inf."""
+    before, after = sampled(host(old)), sampled(host(new))
+    with np.errstate(all="ignore"):
+        return np.where(np.isinf(before), 0, after - before)
+
+
+def has_moved(old: PyTree, new: PyTree) -> bool:
+    return not np.array_equal(host(old), host(new))
+
+
+def copies_of(leaf: jax.Array) -> list[np.ndarray]:
+    """Returns a sample of what each device holds, of all processes."""
+    parts = [sampled(host(shard.data)) for shard in leaf.addressable_shards]
+    if leaf.is_fully_addressable:
+        return parts
+    gathered = multihost_utils.process_allgather(np.stack(parts))
+    return [*gathered.reshape(-1, parts[0].size)]
+
+
+# Pairs of arguments and results.
+
+
+def matched(
+    before: Named, results: Named, whole: Sequence[Path], carried: Sequence[int]
+) -> dict[Path, Path]:
+    """Returns the path of the result that is the next value of each argument's leaf.
+
+    A part of a node of `whole` matches only with that node.
+    """
+    found: dict[Path, Path] = {}
+    for position in carried:
+        found |= _carried(position, before, results)
+    for leaves in _candidates(before, results, whole):
+        is_free = found.keys().isdisjoint(leaves)
+        if is_free and not set(leaves.values()).intersection(found.values()):
+            found |= leaves
+    return found | _beside(before, results, found)
+
+
+def _carried(position: int, before: Named, results: Named) -> dict[Path, Path]:
+    """Returns the leaves of an argument that a user says comes back."""
+    start = (str(position),)
+    form = subtrees(before).get(start)
+    at = subtrees(results)
+    places = [start, (), *at]  # the same position, the only result, or any other one
+    place = next((p for p in places if form and at.get(p) == form), None)
+    if form is None or place is None:
+        raise ValueError(
+            "check_step: expected carried= to have positions of arguments that come "
+            f"back among the results, got {position}"
+        )
+    return _pairs(start, place, form)
+
+
+def _candidates(
+    before: Named, results: Named, whole: Sequence[Path]
+) -> list[dict[Path, Path]]:
+    """Returns the pairs of parts with equal names and shapes, the best first.
+
+    The largest, then the nearest: parameters have the form of their moments.
+    """
+    places: dict[Form, list[Path]] = defaultdict(list)
+    for place, form in subtrees(results).items():
+        places[form].append(place)
+    pairs: list[tuple[int, int, float, dict[Path, Path]]] = []
+    for path, form in subtrees(before).items():
+        for place in places[form] if path and not is_below(path, whole) else ():
+            if _may_match(path, place, form):
+                leaves = _pairs(path, place, form)
+                gaps = (difference(before[p], results[q]) for p, q in leaves.items())
+                gap = sum(float(np.nansum(np.abs(x))) for x in gaps)
+                pairs.append((-len(form), len(path), gap, leaves))
+    return [leaves for *_, leaves in sorted(pairs, key=lambda pair: pair[:3])]
+
+
+def _may_match(path: Path, place: Path, form: Form) -> bool:
+    """Whether equal names and shapes suffice for a match."""
+    if _has_names(path):
+        # A part of something that has names.
+        return not path[-1].isdigit() and path[-1:] == place[-1:]
+    # Lists of arrays, such as weights of layers: not a batch, nor scalars.
+    is_list = len(form) > 2 and any(shape for _, shape in form)
+    return is_list or any(_has_names(end) for end, _ in form)
+
+
+def _has_names(path: Path) -> bool:
+    """Whether a path is more than positions in tuples and lists."""
+    return not all(map(str.isdigit, path))
+
+
+def _beside(
+    before: Named, results: Named, found: Mapping[Path, Path]
+) -> dict[Path, Path]:
+    """Returns leaves of tuples that come back beside what they stand beside.
+
+    These are a memory, as the (c, h) of an LSTM, if arrays are left for a batch: a
+    model of pairs may return other pairs in the place of its batch.
+    """
+    tops = {path[:1]: place[:1] for path, place in found.items()}
+    forms, new = subtrees(results), {}
+    for path, form in subtrees(before).items():
+        if len(path) == 1 and path not in tops and _are_arrays(form):
+            after = _next(tops.get(_next(path, -1), ()), 1)
+            ahead = _next(tops.get(_next(path, 1), ()), -1)
+            place = after if forms.get(after) == form else ahead
+            if forms.get(place) == form:
+                new |= _pairs(path, place, form)
+    left = before.keys() - new.keys() - found.keys()
+    return new if any(np.ndim(before[path]) for path in left) else {}
+
+
+def _pairs(path: Path, place: Path, form: Form) -> dict[Path, Path]:
+    return {(*path, *end): (*place, *end) for end, _ in form}
+
+
+def _are_arrays(form: Form) -> bool:
+    """Whether it is a tuple or list of arrays: no bare array, name or scalar."""
+    return all(end and shape and not _has_names(end) for end, shape in form)
+
+
+def _next(path: Path, step: int) -> Path:
+    """Returns the argument or result that many places further."""
+    return (str(int(path[0]) + step),) if path and path[0].isdigit() else ("",)
+
+
+def seem_to_come_back(before: Named, results: Named) -> list[Path]:
+    """Returns the arguments without names that have the form of another result.
+
+    A bare array has the form of many: it counts in its own place.
+    """
+    forms, found = subtrees(results), []
+    for path, form in subtrees(before).items():
+        is_bare = all(shape and not end for end, shape in form)
+        places = forms if _are_arrays(form) else [path] if is_bare else []
+        if len(path) == 1 and any(forms.get(place) == form for place in places):
+            found.append(path)
+    return found
+
+
+def subtrees(arrays: Named) -> dict[Path, Form]:
+    """Returns names and shapes of the leaves below each path."""
+    below: dict[Path, set[tuple[Path, tuple[int, ...]]]] = {}
+    for path, leaf in arrays.items():
+        for i in range(len(path) + 1):
+            below.setdefault(path[:i], set()).add((path[i:], np.shape(leaf)))
+    return {path: tuple(sorted(form)) for path, form in below.items()}

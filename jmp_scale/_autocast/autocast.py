@@ -65,9 +65,11 @@ def autocast(
     stays as cast.
 
     Half-precision arrays among the arguments are float32 arrays in `fun`, and so are
-    those that `fun` holds as a pytree, a partial, a bound method or a closure. Results
-    have the dtypes that `fun` returns without `autocast`. A function that cannot be
-    traced so, because it names half-precision dtypes, is traced as it stands.
+    those that `fun` holds as a pytree, a partial, a bound method or a closure. All else
+    that it holds is the same object, and what it writes there is kept. Results have the
+    dtypes that `fun` returns without `autocast`. A function is traced as it stands if
+    float32 arrays raise in it, or make it another program: it names half-precision
+    dtypes, or reads bits, sizes or, of what it holds, values of arrays.
 
     A matrix product returns the gradient of a weight in float32; a convolution and
     `ragged_dot` return it in half precision, and it is then cast. The gradient of a

@@ -226,7 +226,8 @@ def _box_of(eqn: JaxprEqn) -> Any:
 
 def name_of(eqn: JaxprEqn) -> str:
     """Returns the name of an equation's primitive, or of the one that it replaces."""
-    return _REPLACED.get(type(_box_of(eqn)).__name__, eqn.primitive.name)
+    box, name = _box_of(eqn), eqn.primitive.name
+    return name if box is None else _REPLACED.get(type(box).__name__, name)
 
 
 def params_of(eqn: JaxprEqn) -> dict[str, Any]:
@@ -314,7 +315,7 @@ class Loop(NamedTuple):
 
 def loop_of(eqn: JaxprEqn) -> Loop | None:
     """Returns the layout of a scan or while; None for other or opaque equations."""
-    if eqn.primitive.name == "while":
+    if name_of(eqn) == "while":
         params = eqn.params
         consts, offset = params["body_nconsts"], params["cond_nconsts"]
         return Loop(params["body_jaxpr"], consts, len(eqn.outvars), offset, None)
@@ -323,7 +324,7 @@ def loop_of(eqn: JaxprEqn) -> Loop | None:
 
 def scan_of(eqn: JaxprEqn) -> Loop | None:
     """Returns the layout of a scan; None for other or opaque equations."""
-    bodies = subjaxprs(eqn) if eqn.primitive.name == "scan" else []
+    bodies = subjaxprs(eqn) if name_of(eqn) == "scan" else []
     if len(bodies) != 1 or not fits(bodies[0], len(eqn.invars), len(eqn.outvars)):
         return None
     inner = bare(bodies[0])
@@ -341,7 +342,7 @@ def scan_of(eqn: JaxprEqn) -> Loop | None:
 
 def repeats(eqn: JaxprEqn) -> int:
     """Returns on how many devices, or how often in a scan, nested jaxprs run; or 1."""
-    if eqn.primitive.name == "shard_map":
+    if name_of(eqn) == "shard_map":
         return eqn.params["mesh"].size
     loop = loop_of(eqn)
     return (loop and loop.trips) or 1

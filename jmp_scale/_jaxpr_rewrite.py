@@ -64,7 +64,7 @@ def with_precision(eqn: JaxprEqn, precision: str | None) -> JaxprEqn:
 
 def with_products(eqn: JaxprEqn, change: Callable[[JaxprEqn], JaxprEqn]) -> JaxprEqn:
     """Changes the products of an equation: itself, or those within."""
-    if eqn.primitive.name in _jaxpr.PRODUCTS:
+    if _jaxpr.name_of(eqn) in _jaxpr.PRODUCTS:
         return change(eqn)
     nested = functools.partial(with_products, change=change)
     mapped = functools.partial(_jaxpr.map_equations, nested)

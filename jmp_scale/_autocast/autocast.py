@@ -189,7 +189,7 @@ def _warn_of_names(option: str, names: frozenset[str], notes: Notes) -> None:
 
 def _warn_of_nothing(jaxpr: Program, notes: Notes) -> None:
     """Warns once where no product became half precision."""
-    products = (e for e in _jaxpr.equations(jaxpr) if e.primitive.name in PRODUCTS)
+    products = (e for e in _jaxpr.equations(jaxpr) if _jaxpr.name_of(e) in PRODUCTS)
     atoms = (v for e in products for v in (*e.invars, *e.outvars))
     if not notes.any_half and not any(is_half(_jaxpr.dtype_name(v)) for v in atoms):
         notes.warn_once(

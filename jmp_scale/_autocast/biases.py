@@ -56,7 +56,7 @@ def sizes_of_expensive(jaxpr: Jaxpr) -> set[int]:
         for eqn in jaxpr.eqns
         for each in (eqn, *_jaxpr.equations_within(eqn))
         for v in each.outvars
-        if each.primitive.name in _EXPENSIVE
+        if _jaxpr.name_of(each) in _EXPENSIVE
     }
 
 

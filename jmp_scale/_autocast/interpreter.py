@@ -205,7 +205,7 @@ class Interpreter(Casting):
         wide = wide.astype(half.dtype) if values.reading.is_sent(eqn) else wide
         wide, half = (_jaxpr.evaluate(eqn, [x, *others])[0] for x in (wide, half))
         wide = wide.astype(jnp.float32)
-        if eqn.primitive.name == "gather":  # devices send rows once, in half precision
+        if _jaxpr.name_of(eqn) == "gather":  # devices send rows once, in half precision
             wide = with_value(wide, half.astype(jnp.float32))
         return Stored(wide, half, is_constant)
 

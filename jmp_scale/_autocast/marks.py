@@ -173,10 +173,12 @@ def _may_scale(jaxpr: Program) -> bool:
 
     A mean divides by a number of the program, which is at least 1.
     """
-    inner, _ = _jaxpr_rewrite.inlined(jaxpr, lambda e: e.primitive.name in _jaxpr.CALLS)
+    inner, _ = _jaxpr_rewrite.inlined(
+        jaxpr, lambda e: _jaxpr.name_of(e) in _jaxpr.CALLS
+    )
     reached = {v for v in _jaxpr.variables(inner.outvars) if _jaxpr.shape(v) == ()}
     for eqn in reversed(inner.eqns):
-        name = eqn.primitive.name
+        name = _jaxpr.name_of(eqn)
         if reached.isdisjoint(eqn.outvars):
             continue
         is_mean = name == "div" and getattr(eqn.invars[1], "val", 0) >= 1

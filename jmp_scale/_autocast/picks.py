@@ -56,7 +56,7 @@ class Pick(NamedTuple):
 
 def may_pick(eqn: JaxprEqn) -> bool:
     """Whether an equation gathers single entries of a floating-point array."""
-    if eqn.primitive.name != "gather" or not _jaxpr.is_floating(eqn.invars[0]):
+    if _jaxpr.name_of(eqn) != "gather" or not _jaxpr.is_floating(eqn.invars[0]):
         return False
     return {*eqn.params["slice_sizes"]} == {1} and eqn.params["mode"].name in _MODES
 
@@ -125,7 +125,7 @@ def _counted(
 def _concatenated(indices: Atom, maker_of: Maker) -> list[Atom]:
     """Returns the arrays of one column each that indices are put together of."""
     maker = maker_of(indices)
-    parts = maker.invars if maker and maker.primitive.name == "concatenate" else []
+    parts = maker.invars if maker and _jaxpr.name_of(maker) == "concatenate" else []
     return parts if all(_jaxpr.shape(part)[-1] == 1 for part in parts) else []
 
 
@@ -165,7 +165,7 @@ def _in_numpy(eqn: JaxprEqn, operands: Sequence[np.ndarray]) -> np.ndarray | Non
 
     Its dtype is the equation's, in which a count of many rows may wrap.
     """
-    name, params, (result,) = eqn.primitive.name, eqn.params, eqn.outvars
+    name, params, (result,) = _jaxpr.name_of(eqn), eqn.params, eqn.outvars
     shape, dtype = _dims(result), _jaxpr.dtype_of(result)
     if name == "iota":
         return np.indices(shape)[params["dimension"]].astype(dtype)

@@ -184,7 +184,7 @@ def has_matrix_work(eqn: JaxprEqn, is_parameter: Callable[[Var], bool]) -> bool:
 
 def matrix_sizes(eqn: JaxprEqn) -> list[OperandSizes] | None:
     """Returns the sizes of a matrix product's operands; None for other products."""
-    if eqn.primitive.name != "dot_general":
+    if _jaxpr.name_of(eqn) != "dot_general":
         return None
     shapes = [_jaxpr.shape(v) for v in eqn.invars[:2]]
     return split_sizes(shapes, eqn.params["dimension_numbers"])
@@ -192,7 +192,7 @@ def matrix_sizes(eqn: JaxprEqn) -> list[OperandSizes] | None:
 
 def becomes_half(eqn: JaxprEqn) -> bool:
     """Whether an equation is a product that may become half precision."""
-    return eqn.primitive.name in PRODUCTS and fate(eqn) is Fate.BECOMES_HALF
+    return _jaxpr.name_of(eqn) in PRODUCTS and fate(eqn) is Fate.BECOMES_HALF
 
 
 def stays_float32(eqn: JaxprEqn) -> bool:
@@ -225,7 +225,7 @@ def looks_up_rows(eqn: JaxprEqn) -> bool:
     Rows that an argument chooses, such as tokens, are data, because many positions
     share them. Matrices that are looked up, such as those of experts, are weights.
     """
-    if eqn.primitive.name != "gather":
+    if _jaxpr.name_of(eqn) != "gather":
         return False
     is_several = math.prod(_jaxpr.shape(eqn.invars[1])[:-1]) > 1
     return is_several and len(eqn.params["dimension_numbers"].offset_dims) == 1

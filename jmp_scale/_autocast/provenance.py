@@ -165,9 +165,9 @@ class Reading:
 
     def is_sent(self, eqn: JaxprEqn) -> bool:
         """Whether devices add up the gradient of what it moves in half precision."""
-        if eqn.primitive.name == "reshard":  # rows are added up in float32
+        if _jaxpr.name_of(eqn) == "reshard":  # rows are added up in float32
             return is_cheap(eqn) and self._tables.isdisjoint(eqn.outvars)
-        return eqn.primitive.name == "all_gather"
+        return _jaxpr.name_of(eqn) == "all_gather"
 
     def _step(self, eqn: JaxprEqn) -> Step:
         """Returns what an equation is, by the first rule that knows its primitive.
@@ -194,7 +194,7 @@ class Reading:
 
     def _sum(self, eqn: JaxprEqn) -> Step | None:
         """The gradient of a sum of a product and a bias is rounded."""
-        if eqn.primitive.name != "add" or not is_float32(eqn.outvars[0]):
+        if _jaxpr.name_of(eqn) != "add" or not is_float32(eqn.outvars[0]):
             return None
 
         def before(v: Var) -> Var:
@@ -205,7 +205,7 @@ class Reading:
 
         def is_repeated(v: Var) -> bool:
             maker = self._equation_of(before(v))
-            if maker is None or maker.primitive.name != "broadcast_in_dim":
+            if maker is None or _jaxpr.name_of(maker) != "broadcast_in_dim":
                 return False
             return _jaxpr.size(maker.invars[0]) < _jaxpr.size(maker.outvars[0])
 
@@ -216,7 +216,7 @@ class Reading:
 
     def _multiply(self, eqn: JaxprEqn) -> Step | None:
         """A product becomes half precision, unless its fate is another one."""
-        if eqn.primitive.name not in _jaxpr.PRODUCTS:
+        if _jaxpr.name_of(eqn) not in _jaxpr.PRODUCTS:
             return None
         decision = fate(
             eqn,
@@ -245,9 +245,9 @@ class Reading:
         return Step("move", eqn)
 
     def _moves(self, eqn: JaxprEqn) -> bool:
-        if eqn.primitive.name == "broadcast_in_dim":
+        if _jaxpr.name_of(eqn) == "broadcast_in_dim":
             return _jaxpr.size(eqn.invars[0]) == _jaxpr.size(eqn.outvars[0])
-        return eqn.primitive.name in (_SENDS if self.rules.in_loop else _MOVES)
+        return _jaxpr.name_of(eqn) in (_SENDS if self.rules.in_loop else _MOVES)
 
     def _call(self, eqn: JaxprEqn) -> Step | None:
         """A call is evaluated anew if it holds products, or picks in a loop."""
@@ -300,7 +300,7 @@ class Reading:
         eqns: list[JaxprEqn] = []
         while (maker := self._maker.get(v)) and maker.kind != "move":
             sources = variables(maker.eqn.invars)
-            if len(sources) != 1 or maker.eqn.primitive.name not in names:
+            if len(sources) != 1 or _jaxpr.name_of(maker.eqn) not in names:
                 break
             eqns.insert(0, maker.eqn)
             (v,) = sources
@@ -317,11 +317,11 @@ class Reading:
             is_fixed=known.all_have(inputs, "is_fixed"),
         )
         # A layer of a stack of weights is one at any index, as of a loop's counter.
-        is_lookup = eqn.primitive.name in _jaxpr.LOOKUPS
+        is_lookup = _jaxpr.name_of(eqn) in _jaxpr.LOOKUPS
         sources = variables(eqn.invars[:1]) if is_lookup else inputs
         if self._returns_data(step) or not known.all_have(sources, "origin"):
             return data
-        scales = eqn.primitive.name in _jaxpr.SCALINGS
+        scales = _jaxpr.name_of(eqn) in _jaxpr.SCALINGS
         is_parameter = scales and any(map(known.is_parameter, sources))
         return data._replace(
             origin=Origin.PARAMETER if is_parameter else Origin.ARGUMENTS,
@@ -336,7 +336,7 @@ class Reading:
         if step.kind not in ("move", "other"):
             return True
         eqns = step.eqn, *_jaxpr.equations_within(step.eqn)
-        products = (e for e in eqns if e.primitive.name in _jaxpr.PRODUCTS)
+        products = (e for e in eqns if _jaxpr.name_of(e) in _jaxpr.PRODUCTS)
         if any(fate(product) is Fate.IS_HALF for product in products):
             return True
         indices = variables(step.eqn.invars[1:2])
@@ -361,7 +361,7 @@ def _tables_of(jaxpr: Jaxpr) -> set[Var]:
     tables: set[Var] = set()
     for eqn in reversed(jaxpr.eqns):
         is_table = not tables.isdisjoint(eqn.outvars)
-        if looks_up_rows(eqn) or (eqn.primitive.name == "reshard" and is_table):
+        if looks_up_rows(eqn) or (_jaxpr.name_of(eqn) == "reshard" and is_table):
             tables.update(variables(eqn.invars[:1]))
     return tables
 
@@ -396,11 +396,11 @@ def read(
 
 def _is_opened(call: JaxprEqn, is_exempt: Callable[[JaxprEqn], bool]) -> bool:
     """Whether a call is read as if its equations stood in its place."""
-    if call.primitive.name not in _jaxpr.CALLS:
+    if _jaxpr.name_of(call) not in _jaxpr.CALLS:
         return False
     if has_products(call):
         return not is_exempt(call)
     (body,) = map(_jaxpr.bare, _jaxpr.subjaxprs(call))
-    lookups = (e.primitive.name in _jaxpr.LOOKUPS or is_cheap(e) for e in body.eqns)
+    lookups = (_jaxpr.name_of(e) in _jaxpr.LOOKUPS or is_cheap(e) for e in body.eqns)
     # A call such as `jnp.take` only moves entries or looks up rows.
     return has_picks(call) or all(lookups)

@@ -177,7 +177,7 @@ def _is_one(wide: Traced, given: Traced) -> bool:
 def _operations(program: Program) -> Iterator[JaxprEqn]:
     """Yields all equations that are neither casts nor calls."""
     for eqn in _jaxpr.equations(program):
-        if eqn.primitive.name not in _jaxpr.CALLS | {"convert_element_type", "copy"}:
+        if _jaxpr.name_of(eqn) not in _jaxpr.CALLS | {"convert_element_type", "copy"}:
             yield eqn
 
 
@@ -193,7 +193,7 @@ def _facts(eqn: JaxprEqn) -> tuple[Any, list[Any]]:
         and all(isinstance(x, (int, str)) for x in leaves)
     }
     shapes = [*map(_jaxpr.shape, eqn.outvars)]
-    facts = eqn.primitive.name, types, shapes, params, [*numbers]
+    facts = _jaxpr.name_of(eqn), types, shapes, params, [*numbers]
     return facts, [*numbers.values()]
 
 

@@ -24,7 +24,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, Var
 
-from .._jaxpr import WAITS_OR_SHOWS, equations, evaluate_all, is_literal
+from .._jaxpr import WAITS_OR_SHOWS, equations, evaluate_all, is_literal, name_of
 from .._tree import is_inexact, map_inexact, select_tree
 from .._types import Arrays, Flag, Function, PyTree
 
@@ -157,7 +157,7 @@ def _old_by_variable(jaxpr: Jaxpr, pairs: Pairs) -> dict[Var, jax.Array]:
 
 def _is_observed(jaxpr: Jaxpr) -> bool:
     """Whether someone may see the values of a skipped step, or wait for them."""
-    names = {eqn.primitive.name for eqn in equations(jaxpr)}
+    names = {*map(name_of, equations(jaxpr))}
     shows = any(part in name for name in names for part in WAITS_OR_SHOWS)
     return shows or bool(jaxpr.effects) or _debugs_nans()
 

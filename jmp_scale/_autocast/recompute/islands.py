@@ -23,7 +23,7 @@ def reached_by(jaxpr: Jaxpr, inputs: Iterable[Var]) -> set[Var]:
     """Returns the floating-point variables with a tangent, if these inputs have one."""
     found = {*inputs}
     for eqn in jaxpr.eqns:
-        stops = eqn.primitive.name == "stop_gradient"
+        stops = _jaxpr.name_of(eqn) == "stop_gradient"
         if not stops and not found.isdisjoint(variables(eqn.invars)):
             found.update(v for v in eqn.outvars if _jaxpr.is_floating(v))
     return found
@@ -39,7 +39,7 @@ def read_by_derivative(island: Jaxpr, softmaxes: Collection[Var] = ()) -> list[A
     for eqn in reversed(island.eqns):
         inputs = variables(eqn.invars)
         live = [v for v in inputs if v in active]
-        if wanted.isdisjoint(eqn.outvars) or eqn.primitive.name == "stop_gradient":
+        if wanted.isdisjoint(eqn.outvars) or _jaxpr.name_of(eqn) == "stop_gradient":
             continue
         wanted.update(inputs)
         if live:
@@ -70,7 +70,7 @@ class Softmax(NamedTuple):
 def softmaxes_of(island: Jaxpr) -> dict[Var, Softmax]:
     """Finds the softmaxes of an island, by their results."""
     maker = {v: eqn for eqn in island.eqns for v in eqn.outvars}
-    quotients = (eqn for eqn in island.eqns if eqn.primitive.name == "div")
+    quotients = (eqn for eqn in island.eqns if _jaxpr.name_of(eqn) == "div")
     found = {eqn.outvars[0]: _softmax(eqn, maker) for eqn in quotients}
     return {v: softmax for v, softmax in found.items() if softmax}
 
@@ -84,7 +84,7 @@ def _softmax(quotient: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> Softmax | Non
 
     def made_by(v: Atom, name: str) -> JaxprEqn | None:
         eqn = maker.get(v) if isinstance(v, Var) else None
-        return eqn if eqn is not None and eqn.primitive.name == name else None
+        return eqn if eqn is not None and _jaxpr.name_of(eqn) == name else None
 
     dividend, divisor = quotient.invars
     axes = range(len(_jaxpr.shape(divisor)))

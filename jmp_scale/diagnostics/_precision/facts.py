@@ -22,6 +22,7 @@ from ..._jaxpr import (
     constant,
     dtype_name,
     is_literal,
+    name_of,
     shape,
     size,
     words,
@@ -139,7 +140,7 @@ class Equation(NamedTuple):
 
     @property
     def name(self) -> str:
-        return self.eqn.primitive.name
+        return name_of(self.eqn)
 
     @property
     def source(self) -> str:  # dtype
@@ -397,7 +398,7 @@ def _unless_exact(half: str, bounds: Bounds) -> str:
 def _joins_columns(eqn: JaxprEqn) -> bool:
     """Whether it joins arrays along the last axis, such as indices of several axes."""
     last = len(shape(eqn.outvars[0])) - 1
-    return eqn.primitive.name == "concatenate" and eqn.params["dimension"] == last
+    return name_of(eqn) == "concatenate" and eqn.params["dimension"] == last
 
 
 def first_half(facts: Iterable[Fact]) -> str:
@@ -444,7 +445,7 @@ def _is_linear(equation: Equation, others: Sequence[tuple[Atom, Fact]]) -> bool:
 
 def entries_added(eqn: JaxprEqn) -> int:
     """Returns how many elements an equation adds up into one; 0 if it is not a sum."""
-    match eqn.primitive.name:
+    match name_of(eqn):
         case "cumsum":
             return shape(eqn.invars[0])[eqn.params["axis"]]
         case "reduce_sum":
@@ -457,7 +458,7 @@ def entries_added(eqn: JaxprEqn) -> int:
 
 def flops(eqn: JaxprEqn) -> int:
     """Counts multiplications and additions of a matrix product or convolution."""
-    name = eqn.primitive.name
+    name = name_of(eqn)
     if name not in PRODUCTS or not dtype_name(eqn.outvars[0]).startswith(_FLOATING):
         return 0
     left, right, result = eqn.invars[0], eqn.invars[1], eqn.outvars[0]

@@ -349,7 +349,7 @@ class Probe:
 
             params = _jaxpr.map_jaxprs(numbered, eqn)
             # A call with a rule has a number for the products of the rule.
-            if not becomes_half(eqn) and eqn.primitive.name != "custom_jvp_call":
+            if not becomes_half(eqn) and _jaxpr.name_of(eqn) != "custom_jvp_call":
                 return eqn.replace(params=params)
             new = ProductGroup(len(self._by_place), chain, here)
             key = *here[:2], here.library, new.scopes

@@ -129,7 +129,7 @@ def _origin(
 
 def _is_new(eqn: core.JaxprEqn, ins: Arrays, result: jax.Array) -> bool:
     """Whether an entry is not finite though the same entry of each operand is."""
-    if eqn.primitive.name not in _ENTRYWISE:
+    if _jaxpr.name_of(eqn) not in _ENTRYWISE:
         return False
     new = ~jnp.isfinite(result)
     for x in filter(_kind, ins):
@@ -145,7 +145,7 @@ def _kind(x: jax.Array) -> str:
 
 
 def _name(eqn: core.JaxprEqn) -> str:
-    name = eqn.primitive.name
+    name = _jaxpr.name_of(eqn)
     if name == "convert_element_type":
         return f"a cast to {_jaxpr.dtype_name(eqn.outvars[0])}"
     return _NAMES.get(name, name)

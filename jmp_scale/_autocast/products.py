@@ -16,7 +16,7 @@ from .. import _jaxpr
 from .._jaxpr import PRODUCTS, Atom, Jaxpr, JaxprEqn, NameStack, Var, variables
 from .._policy import is_half
 from .derivatives import CAST
-from .dot_general import OperandSizes, split_sizes, wide_dot_general
+from .dot_general import OperandSizes, by_platform, split_sizes, wide_dot_general
 from .rounding import widened
 
 _DEFAULT = lax.Precision.DEFAULT
@@ -87,7 +87,9 @@ class Product:
         if float32 is None:
             params = {"precision": None, "preferred_element_type": result or dtype}
             taken = {k: x for k, x in params.items() if k in self.equation.params}
-            (found,) = _jaxpr.evaluate(self.equation, [*pair, *values[2:]], **taken)
+            # Policies of checkpoints look for JAX's own products in the forward pass.
+            eqn = self.equation if result else by_platform(self.equation)
+            (found,) = _jaxpr.evaluate(eqn, [*pair, *values[2:]], **taken)
         else:
             dimensions = self.equation.params["dimension_numbers"]
             sharding = self.equation.params.get("out_sharding")

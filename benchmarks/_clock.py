@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -63,6 +64,7 @@ class Clock:
             load=load,
             versions=versions(PACKAGES),
             date=time.strftime("%Y-%m-%d"),
+            commit=_commit(),
         )
 
     def take_turns(
@@ -169,6 +171,17 @@ def step(make: Callable[[], Any], batch: Any) -> Callable[[], Program]:
         return Program(of_leaves, (*copies, batch), carried=count)
 
     return made
+
+
+def _commit() -> str:
+    """The checkout's commit, with + after it if files differ; empty without git."""
+    command = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
+    here = pathlib.Path(__file__).parent
+    try:
+        found = subprocess.run(command, cwd=here, capture_output=True, text=True)
+    except FileNotFoundError:
+        return ""
+    return found.stdout.strip()
 
 
 def _short(error: Exception) -> str:

@@ -1,6 +1,6 @@
 """Prints the times that a clock wrote, a table for each program that was timed.
 
-    python benchmarks/clocked.py benchmarks/results/h200.jsonl
+    python benchmarks/clocked.py benchmarks/results/amx.jsonl
 
 Each line of the file is a JSON object, as `clock.py` writes them. One with "ms" is a
 time: the median of rounds in which all programs of its table took turns, with the
@@ -15,49 +15,56 @@ from typing import Any
 
 from _tables import Table, markdown
 
+MARK = "<!-- clocked -->\n\n"
 SO_FAR = " (so far)"  # what was clocked before all of its table was compiled
 
 
 def tables(rows: Iterable[dict[str, Any]]) -> list[Table]:
-    """Times by table, in the order in which they were taken."""
+    """Times by table. What was clocked again, or further, replaces what was so far."""
     memory: dict[tuple[str, str], float] = {}
     times: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
+        title = row.get("title", "").removesuffix(SO_FAR)
         if "temp_mb" in row:
-            memory[row["title"], row["name"]] = row["temp_mb"]
-        if "ms" in row and not row["title"].endswith(SO_FAR):
-            times.setdefault(row["title"], []).append(row)
+            memory[title, row["name"]] = row["temp_mb"]
+        if "ms" in row:
+            timed = times.setdefault(title, [])
+            if timed and timed[0]["name"] == row["name"]:
+                timed.clear()
+            timed.append(row)
     found = []
     for title, timed in times.items():
         columns = ["program", "ms", "low", "high", "to the first", "temporaries, MB"]
-        table = Table(title, columns, case="")
+        table = Table(timed[0]["title"], columns, case="")
         for row in timed:
             used = memory.get((title, row["name"]), row.get("peak_mb"))
-            ratio = timed[0]["ms"] / row["ms"]
             spread = [f"{row[key]:.2f}" for key in ("ms", "low", "high")]
-            cells = [
-                row["name"],
-                *spread,
-                f"{ratio:.2f}",
-                f"{used:,.0f}" if used else "-",
-            ]
-            table.rows.append(cells)
+            ratio = f"{timed[0]['ms'] / row['ms']:.2f}"
+            table.rows.append(
+                [row["name"], *spread, ratio, f"{used:,.0f}" if used else "-"]
+            )
         found.append(table)
     return found
 
 
-def machine(rows: Iterable[dict[str, Any]]) -> str:
-    """What the first part says of the machine; nothing if no part says it."""
+def machines(rows: Iterable[dict[str, Any]]) -> str:
+    """What the parts say of their machine, code and load, once for equal ones."""
+    parts: dict[str, list[str]] = {}
     for row in rows:
         if "processor" in row:
             units = "with" if row["bfloat16_units"] else "without"
             found = ", ".join(" ".join(pair) for pair in row["versions"].items())
-            load = row["load"][0]
-            return (
+            text = (
                 f"{row['device']}; processor {row['processor']}, {units} matrix units "
-                f"for bfloat16, load {load} at the start; {row['date']}; {found}.\n"
             )
-    return ""
+            code = f", commit {row['commit']}" if "commit" in row else ""
+            text += f"for bfloat16; {row['date']}{code}; {found}"
+            loads = parts.setdefault(text, [])
+            loads.append(f"{row['part']} ({row['load'][0]})")
+    return "".join(
+        f"{text}. Parts, with the load at their start: {', '.join(loads)}.\n"
+        for text, loads in parts.items()
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -65,11 +72,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", type=pathlib.Path, help="lines of JSON")
-    lines = parser.parse_args(argv).file.read_text().splitlines()
-    rows = [*map(json.loads, lines)]
-    if text := machine(rows):
-        print(text)
-    print(markdown(tables(rows)))
+    parser.add_argument(
+        "--into", type=pathlib.Path, help="page whose text behind this command they are"
+    )
+    args = parser.parse_args(argv)
+    rows = [*map(json.loads, args.file.read_text().splitlines())]
+    text = f"{machines(rows)}\n{markdown(tables(rows))}\n".lstrip()
+    if args.into is None:
+        print(text, end="")
+    else:
+        before, mark, _ = args.into.read_text().partition(MARK)
+        args.into.write_text(f"{before}{mark}{text}")
 
 
 if __name__ == "__main__":

@@ -37,11 +37,20 @@ LAYOUTS = {
     "tensor parallel, 2 x 4": ("TP", "u2"),
     "a head, vocabulary of 50,304 over 4": ("head by log_softmax, DPxTP", "-"),
 }
+# A file of results, and the titles of its tables: of JAX, of PyTorch.
 TIMED = {
-    "AdamW step, GPT-2, 4 layers, vocabulary 50,257": "^gpt2 x 4 V=50257 step$",
-    "gradient, vocabulary 8,192": "^gpt4$",
-    "gradient, MLP 8 x 4,096 with gelu": "^mlp-gelu$",
-    "gradient, ResNet-50, stage 3: no gain": "^resnet50-stage3$",
+    "H200: AdamW step, GPT-2, 4 layers, vocabulary 50,257": (
+        "h200",
+        "^gpt2 x 4 V=50257 step$",
+        "^torch gpt2 x 4 V=50257 step$",
+    ),
+    "two CPU cores with AMX: this step, 1,024 tokens": (
+        "amx",
+        "^step of gpt4, V = 50,257",
+        "^torch, step of gpt4",
+    ),
+    "H200: gradient, MLP 8 x 4,096 with gelu": ("h200", "^mlp-gelu$", "^-$"),
+    "H200: gradient, ResNet-50, stage 3: no gain": ("h200", "^resnet50-stage3$", "^-$"),
 }
 PROGRAMS_TIMED = (
     ("float32",),
@@ -245,18 +254,30 @@ def time_of_a_trace() -> Cells:
     return cells
 
 
-def on_h200() -> Cells:
-    """Times of a program, and the memory of autocast, by hand = 1."""
+def clocked() -> Cells:
+    """Times of a program, PyTorch's best one, and autocast's memory, by hand = 1."""
 
     def cells(row: list[str]) -> list[str]:
-        timed = {
-            line["program"]: line for line in rows_of("h200", _named(row[0], TIMED))
-        }
+        file, title, of_torch = TIMED[row[0]]
+        timed = {line["program"]: line for line in rows_of(file, title)}
         named = [next(p for p in timed if p in each) for each in PROGRAMS_TIMED]
         memory = (timed[p]["temporaries, MB"].replace(",", "") for p in named[:0:-1])
-        return [row[0], *(timed[p]["ms"] for p in named), _ratio(*memory)]
+        torch = [
+            line["ms"]
+            for line in rows_of(file, of_torch)
+            if "bfloat16" in line["program"]
+        ]
+        ms = [timed[p]["ms"] for p in named]
+        ms.insert(2, min(torch, key=float, default="-"))
+        return [row[0], *map(_milliseconds, ms), _ratio(*memory)]
 
     return cells
+
+
+def _milliseconds(text: str) -> str:
+    """Whole ones from a hundred on."""
+    is_long = text != "-" and float(text) >= 100
+    return f"{round(float(text)):,}" if is_long else text
 
 
 def of_skips() -> Cells:
@@ -301,7 +322,7 @@ TABLES: dict[str, Callable[[], Cells]] = {
     "| by hand = 1 | H100, without |": lambda: autocast_over("by hand", CHECKPOINTED),
     "| by hand = 1 | H100: communicated |": over_devices,
     "| head of a language model | H100: MB |": of_heads,
-    "| H200, bfloat16: ms |": on_h200,
+    "| bfloat16: ms |": clocked,
     "| H100, twelve layers: MB |": on_the_host,
     "| tracing, float32 = 1 |": time_of_a_trace,
     "| machine | step | measure |": cost_of_a_skip,

@@ -47,8 +47,8 @@ _UNITS_GAIN = (
 )
 _UNITS_IDLE = (
     f"its matrix units for bfloat16 (AMX) do not show with jax {jax.__version__}. "
-    "jax 0.12 uses them; older versions may use them only for products with a float32 "
-    "result, which autocast makes too: see what --measure says of it."
+    "jax 0.12 uses them; 0.10.2 and 0.11 only for products with a float32 result, "
+    "which autocast makes too: see what --measure says of it; older versions never."
 )
 _NO_UNITS = (
     "use half precision for tests here, not for speed: no matrix units for bfloat16 "

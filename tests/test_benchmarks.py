@@ -112,7 +112,7 @@ def test_a_compiler_that_is_missing_is_named_with_its_extra(monkeypatch):
         overhead.main(["--target", "tpu-v6e"])
 
 
-@pytest.mark.parametrize("machine", ["h200", "epyc"])
+@pytest.mark.parametrize("machine", ["h200", "epyc", "amx"])
 def test_the_page_of_a_machines_times_is_what_the_command_prints(machine, capsys):
     results = ROOT / "benchmarks/results"
     clocked.main([str(results / f"{machine}.jsonl")])

@@ -27,6 +27,12 @@ UNSCALED = jax.make_user_context(None)
 # float32, in which no S loses a bit, and `unscale` overflows at this counter.
 IS_CHECKED, OVERFLOWS = jax.make_user_context(False), -(10**6) - 1
 
+
+def is_checked() -> bool:
+    """Whether `check_step` asks. A context of JAX cannot be pickled, a function can."""
+    return IS_CHECKED.value
+
+
 # The types of flags and counters, which say their dtype and what they start at.
 FlagField = Annotated[jax.Array, np.bool_(True)]
 CountField = Annotated[jax.Array, np.int32(0)]

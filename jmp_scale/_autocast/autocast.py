@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from .. import _jaxpr
 from .._jaxpr import PRODUCTS, Program
 from .._policy import checked_half, is_half
-from .._state import IS_CHECKED
+from .._state import is_checked
 from .._tree import is_module
 from .._validation import callers, require_bool, require_function, warn
 from .casting import Notes
@@ -140,7 +140,7 @@ def autocast(
         setting = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009
         with tracing(forward), jax.default_matmul_precision(None):
             jaxpr, arrays, returned, _ = trace(fun, args, kwargs)
-        if IS_CHECKED.value:
+        if is_checked():
             return returned(in_float32(jaxpr, arrays))
         notes = Notes(warned, is_unscaled=is_unscaled(jaxpr))
         cast = Interpreter(

@@ -160,11 +160,7 @@ def differentiated(
 
 
 def _in_context(loss_scale: LossScale) -> AbstractContextManager[Any]:
-    """Returns the context of a differentiated call.
-
-    A function of the module, because a context of JAX cannot be pickled, as cloudpickle
-    pickles whatever an inner function names.
-    """
+    """Returns the context of a call; cloudpickle takes a function, and no context."""
     return UNSCALED(isinstance(loss_scale, NoOpLossScale))
 
 

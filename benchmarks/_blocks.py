@@ -5,7 +5,6 @@ argument more than that of other models: the dtype to which each block casts the
 that it returns.
 """
 
-import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +22,7 @@ MLP = UP | {"down": (4 * WIDTH, WIDTH)}
 GATED = MLP | {"gate": (WIDTH, 4 * WIDTH)}
 
 Layer = dict[str, jax.Array]
-Inner = Callable[[jax.Array, Layer, jax.Array], jax.Array]  # of (y, layer, key)
+Inner = Callable[[jax.Array, Layer], jax.Array]  # of (y, layer)
 
 
 def _dense(x: jax.Array, layer: Layer, name: str) -> jax.Array:
@@ -31,32 +30,18 @@ def _dense(x: jax.Array, layer: Layer, name: str) -> jax.Array:
 
 
 def _mlp(activation: Callable[[jax.Array], jax.Array]) -> Inner:
-    return lambda y, layer, key: _dense(
-        activation(_dense(y, layer, "up")), layer, "down"
-    )
+    return lambda y, layer: _dense(activation(_dense(y, layer, "up")), layer, "down")
 
 
 def _gated(activation: Callable[[jax.Array], jax.Array]) -> Inner:
-    def inner(y: jax.Array, layer: Layer, key: jax.Array) -> jax.Array:
+    def inner(y: jax.Array, layer: Layer) -> jax.Array:
         gate = activation(_dense(y, layer, "gate"))
         return _dense(gate * _dense(y, layer, "up"), layer, "down")
 
     return inner
 
 
-def _dropout(y: jax.Array, layer: Layer, key: jax.Array) -> jax.Array:
-    z = jax.nn.gelu(_dense(y, layer, "up"))
-    kept = jax.random.bernoulli(key, 0.9, z.shape)
-    return _dense(jnp.where(kept, z / 0.9, 0), layer, "down")
-
-
-def _mapped(y: jax.Array, layer: Layer, key: jax.Array) -> jax.Array:
-    """As Equinox does it: a function of one token."""
-    of_token = functools.partial(GELU, layer=layer, key=key)
-    return jax.vmap(jax.vmap(of_token))(y)
-
-
-def _convnext(y: jax.Array, layer: Layer, key: jax.Array) -> jax.Array:
+def _convnext(y: jax.Array, layer: Layer) -> jax.Array:
     y = jax.lax.conv_general_dilated(
         y,
         layer["depthwise"],
@@ -65,10 +50,10 @@ def _convnext(y: jax.Array, layer: Layer, key: jax.Array) -> jax.Array:
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
         feature_group_count=WIDTH,
     )
-    return GELU(_normalize(y, layer["gain"]), layer, key)
+    return GELU(_normalize(y, layer["gain"]), layer)
 
 
-def _attention(y: jax.Array, layer: Layer, key: jax.Array) -> jax.Array:
+def _attention(y: jax.Array, layer: Layer) -> jax.Array:
     heads = *y.shape[:2], HEADS, WIDTH // HEADS
     y = attend(*(_dense(y, layer, name).reshape(heads) for name in "qkv"))
     return _dense(y.reshape(TOKENS), layer, "o")
@@ -82,9 +67,6 @@ def _blocks(
     inner: Inner,
     weights: dict[str, tuple[int, ...]] = MLP,
     shape: tuple[int, ...] = TOKENS,
-    *,
-    scanned: bool = False,
-    always_checkpointed: bool = False,
 ) -> Model:
     def init(key: jax.Array) -> Any:
         def layer(key: jax.Array) -> Layer:
@@ -96,24 +78,20 @@ def _blocks(
 
         keys = jax.random.split(key, BLOCKS_IN_A_ROW)
         stacked = jax.vmap(layer)(keys)
-        return stacked, (jax.random.normal(key, shape), jax.random.key_data(keys))
+        return stacked, jax.random.normal(key, shape)
 
     def loss(
         params: Any, batch: Any, dtype: Any, checkpointed: bool, result: Any = None
     ) -> jax.Array:
-        def block(x: jax.Array, given: Any) -> jax.Array:
-            layer, key = cast(given[0], dtype), jax.random.wrap_key_data(given[1])
-            x = x + inner(_normalize(x, layer["gain"]), layer, key)
+        def block(x: jax.Array, layer: Layer) -> jax.Array:
+            layer = cast(layer, dtype)
+            x = x + inner(_normalize(x, layer["gain"]), layer)
             return cast(x, result)
 
-        is_checkpointed = checkpointed or always_checkpointed
-        wrapped = jax.checkpoint(block) if is_checkpointed else block
-        x, given = cast(cast(batch[0], dtype), result), (params, batch[1])
-        if scanned:
-            x, _ = jax.lax.scan(lambda x, own: (wrapped(x, own), None), x, given)
-        else:
-            for i in range(BLOCKS_IN_A_ROW):
-                x = wrapped(x, jax.tree.map(operator.itemgetter(i), given))
+        wrapped = jax.checkpoint(block) if checkpointed else block
+        x = cast(cast(batch, dtype), result)
+        for i in range(BLOCKS_IN_A_ROW):
+            x = wrapped(x, jax.tree.map(operator.itemgetter(i), params))
         return jnp.mean(wide(x) ** 2)
 
     return Model(init, loss)
@@ -122,16 +100,8 @@ def _blocks(
 GELU = _mlp(jax.nn.gelu)
 BLOCKS = {
     "gelu": _blocks(GELU),
-    "exact gelu": _blocks(_mlp(functools.partial(jax.nn.gelu, approximate=False))),
-    "silu": _blocks(_mlp(jax.nn.silu)),
     "relu": _blocks(_mlp(jax.nn.relu)),
-    "tanh": _blocks(_mlp(jnp.tanh)),
-    "GEGLU": _blocks(_gated(jax.nn.gelu), GATED),
     "SwiGLU": _blocks(_gated(jax.nn.silu), GATED),
     "ConvNeXt": _blocks(_convnext, MLP | {"depthwise": (7, 7, 1, WIDTH)}, IMAGES),
-    "dropout": _blocks(_dropout),
-    "mapped": _blocks(_mapped),
-    "checkpointed": _blocks(GELU, always_checkpointed=True),
-    "scanned": _blocks(GELU, scanned=True),
     "attention": _blocks(_attention, dict.fromkeys("qkvo", (WIDTH, WIDTH))),
 }

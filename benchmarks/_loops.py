@@ -1,8 +1,7 @@
 """Training with the loss w * x, as each library's documentation writes it.
 
 The gradient of w is x, so that any step can be made to overflow. Every function takes
-the x of each step and returns the parameter and the loss scale after it. torch and
-keras run in the same way; the latter on JAX.
+the x of each step and returns the parameter and the loss scale after it.
 """
 
 from typing import NamedTuple
@@ -97,55 +96,10 @@ def _train(carry, step, xs, name):
     return steps
 
 
-def train_torch(xs, s=8.0, period=2000, tx: str | None = None):
-    """`tx` is the name of a torch optimizer, default SGD."""
-    import torch
-
-    w = torch.tensor(1.0, requires_grad=True)
-    optimizer = getattr(torch.optim, tx)([w], 0.1) if tx else torch.optim.SGD([w], 1.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=s, growth_interval=period)
-    steps = []
-    for x in xs:
-        optimizer.zero_grad()
-        scaler.scale(w * x).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        steps.append(Step(w.item(), scaler.get_scale()))
-    return steps
-
-
-def train_keras(xs, s=8.0, period=2000, tx: str | None = None):
-    """`tx` is the name of a keras optimizer, default SGD."""
-    import keras
-
-    inner = getattr(keras.optimizers, tx)(0.1) if tx else keras.optimizers.SGD(1.0)
-    optimizer = keras.optimizers.LossScaleOptimizer(
-        inner, initial_scale=s, dynamic_growth_steps=period
-    )
-    variable = keras.Variable(1.0)
-    optimizer.build([variable])
-    state, w = [v.value for v in optimizer.variables], [variable.value]
-    is_scale = [v is optimizer.dynamic_scale for v in optimizer.variables]
-    where = is_scale.index(True)
-
-    @jax.jit
-    def step(w, state, x):
-        grads = [jax.grad(lambda w: w * x * state[where])(w[0])]
-        return optimizer.stateless_apply(state, grads, w)
-
-    steps = []
-    for x in xs:
-        w, state = step(w, state, jnp.float32(x))
-        steps.append(Step(float(w[0]), float(state[where])))
-    return steps
-
-
 TRAIN = {
     "jmp": train_jmp,
     "flax": train_flax,
     "mpx": train_mpx,
     "optax": train_optax,
-    "torch": train_torch,
-    "keras": train_keras,
     "jmp_scale": train_jmp_scale,
 }

@@ -110,9 +110,9 @@ def test_the_step_of_float16_keeps_gradients_and_skips_an_overflow(names):
     kept, skipped, _ = names["train_step"](params, opt_state, batch * jnp.inf)
     assert skipped.skipped == opt_state.skipped + 1
     assert all((a == b).all() for a, b in zip(kept, params, strict=True))
+    assert names["train_step"]._cache_size() == 1
     found = check_step(names["train_step"], params, opt_state, batch)
     assert not found.findings, str(found)
-    assert names["train_step"]._cache_size() == 1
     report = precision_report(half_loss, params, batch)
     assert report.ok, str(report)
 

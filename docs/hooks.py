@@ -26,9 +26,7 @@ PACKAGE = griffe.load("jmp_scale", search_paths=[DOCS.parent])
 MINISEARCH = DOCS / "node_modules/minisearch"
 MATERIALS_WORKER = re.compile(r"assets/javascripts/workers/search\.\w+\.min\.js")
 # On the repository's host only the sentence shows; on the site only the entries.
-ENTRIES = re.compile(
-    r"^Entries: .*\n\n|^<!-- entries$|^-->$", re.MULTILINE
-)
+ENTRIES = re.compile(r"^Entries: .*\n\n|^<!-- entries$|^-->$", re.MULTILINE)
 # A program that a page links, alone on its line; before it, what it prints.
 PROGRAMS = re.compile(
     r"^(```[^\n]*\n[^`]*```\n\n)?"

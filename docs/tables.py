@@ -81,10 +81,6 @@ HEADS = {
     "the example, 4 chunks": ("head of 50,257 in 4 chunks", "autocast"),
     "the example, 8 chunks": ("head of 50,257 in 8 chunks", "autocast"),
 }
-OFFLOADED = {
-    "a checkpoint around each": "gpt12-scan",
-    "its inputs on the host": "gpt12-scan-host",
-}
 TRACED = {
     "twelve layers of GPT-2": "gpt12",
     "in Linen": "linen12",
@@ -297,20 +293,6 @@ def of_skips() -> Cells:
     return cells
 
 
-def on_the_host() -> Cells:
-    """Megabytes of twelve layers whose inputs a checkpoint saves, here or there."""
-
-    def cells(row: list[str]) -> list[str]:
-        (found,) = [
-            line
-            for line in rows_of("autocast", "^Inputs of layers on the host: h100")
-            if line["model"] == _named(row[0], OFFLOADED)
-        ]
-        return [row[0], found[MEMORY], found["on the host, MB"]]
-
-    return cells
-
-
 # How a table's header begins: what makes a function of its rows.
 TABLES: dict[str, Callable[[], Cells]] = {
     "| float32 = 1 | H100: memory |": lambda: autocast_over("float32", OVER_FLOAT32),
@@ -323,7 +305,6 @@ TABLES: dict[str, Callable[[], Cells]] = {
     "| by hand = 1 | H100: communicated |": over_devices,
     "| head of a language model | H100: MB |": of_heads,
     "| bfloat16: ms |": clocked,
-    "| H100, twelve layers: MB |": on_the_host,
     "| tracing, float32 = 1 |": time_of_a_trace,
     "| machine | step | measure |": cost_of_a_skip,
 }

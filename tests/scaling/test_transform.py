@@ -66,6 +66,8 @@ def test_optax_finds_the_loss_scale_at_any_depth():
 def test_before_the_first_step_all_is_finite_applied_and_nothing_counted():
     state = jmp_scale.with_loss_scale(optax.sgd(0.1)).init(PARAMS)
     assert state.loss_scale == NoOpLossScale()  # the default
+    own = state._replace(loss_scale=DynamicLossScale(), inner_state=())
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(own)) == 26
     flags = state.grads_finite, state.applied
     counts = state.skipped, state.skipped_in_a_row, state.nonfinite_losses, state.spikes
     assert_bitwise_equal(flags, (jnp.bool_(True),) * 2)

@@ -353,9 +353,10 @@ def health_tables(args):
         outcomes = [make(*each, args.steps) for each in tqdm(rounds, title)]
         judged_runs = list(itertools.chain(*outcomes))
         others = {rule for _, run in judged_runs for rule in run.said} - {*expected}
-        for rule in expected:
+        for rule in expected if len(expected) > 1 else ():
             result.rows.append([title, rule, *scores(judged_runs, {rule}, rule)])
-        result.rows.append([title, "any", *scores(judged_runs, {*expected})])
+        any_rule = expected[0] if len(expected) == 1 else "any of these"
+        result.rows.append([title, any_rule, *scores(judged_runs, {*expected})])
         for rule in sorted(others):
             result.rows.append([title, f"({rule})", *scores(judged_runs, {rule})])
     return [result]

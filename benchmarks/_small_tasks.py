@@ -1,4 +1,4 @@
-"""Four small tasks of `faulty_runs.py`: losses near zero, of two nats, and negative.
+"""Three small tasks of `faulty_runs.py`, with losses near zero and of two nats.
 
 A batch is (inputs, targets, weights), and its loss the mean of weight times loss of
 each example. So one recipe makes a batch bad in every task: other examples' targets,
@@ -57,7 +57,6 @@ def tasks() -> dict[str, Task]:
         "autoencoder": Task(dense(WIDTHS), pictures, _squared_errors, 5e-3),
         "classifier": Task(dense((64, 64, 10)), labeled, _cross_entropies, 3e-3),
         "char-LM": Task(_init_language_model, snippets, _character_losses, 3e-3, 8),
-        "likelihood": Task(dense((2, 64, 2)), _waves, _negative_log_likelihoods, 3e-3),
     }
 
 
@@ -95,20 +94,6 @@ def _squared_errors(params, x, y):
 def _cross_entropies(params, x, y):
     logits = _network(params, x, jax.nn.relu)
     return optax.softmax_cross_entropy_with_integer_labels(logits, y)
-
-
-def _waves(key, n):
-    """Points of a plane, and noisy heights of a wave over them."""
-    places, noise = jax.random.split(key)
-    x = jax.random.uniform(places, [n, 2], minval=-2.0, maxval=2.0)
-    return x, jnp.sin(2 * x[:, 0]) * x[:, 1] + 0.05 * jax.random.normal(noise, [n])
-
-
-def _negative_log_likelihoods(params, x, y):
-    """Of normal distributions, so that the loss falls below zero."""
-    mean, log_deviation = _network(params, x, jnp.tanh).T
-    log_deviation = jnp.clip(log_deviation, -6.0, 4.0)
-    return 0.5 * ((mean - y) * jnp.exp(-log_deviation)) ** 2 + log_deviation
 
 
 def _init_language_model(key):

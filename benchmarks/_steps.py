@@ -3,7 +3,7 @@
 Every function takes the loss `(params, batch) -> loss`, an Optax optimizer and the
 parameters, and returns `(carry, step)` with `step(carry, batch) -> (carry, loss)`.
 Gradients are those of a loss scaled by 2^15, except in the step without scaling. Those
-of jmp and Flax take other arguments of their loss scale, too, for `_loops.py`.
+of jmp and Flax take other arguments of their loss scale, too, for `correctness.py`.
 """
 
 import functools

@@ -1,23 +1,196 @@
 """What goes wrong with loss scaling, tried with every library that is installed.
 
-Every cell is a run: of a short training (`_loops.py`), or of the one function that the
-row is about. `right` and `wrong` are what the run gave, an exception's name where there
-was one, `-` where it was not tried, mostly because the library leaves the matter to the
-training loop, and `not installed`.
+Every cell is a run: of a short training, as each library's documentation writes it, or
+of the one function that the row is about. The loss is w * x, so that any step can be
+made to overflow. `right` and `wrong` are what the run gave, an exception's name where
+there was one, `-` where it was not tried, mostly because the library leaves the matter
+to the training loop, and `not installed`.
 """
 
 import importlib.util
 import itertools
 import math
 import warnings
+from typing import Any, NamedTuple
 
-import _calls
 import _harness
+import _steps
 import jax
 import jax.numpy as jnp
 import optax
-from _loops import TRAIN
 from tqdm import tqdm
+
+import jmp_scale
+
+MAX_CONSECUTIVE_ERRORS = 50  # after which apply_if_finite applies the next one
+
+
+class Step(NamedTuple):
+    """The parameter and the loss scale after a step."""
+
+    w: float
+    s: float
+
+
+def train_jmp(xs, s=8.0, period=2000, min_loss_scale=1.0, tx=None):
+    options = {"period": period, "min_loss_scale": jnp.asarray(min_loss_scale)}
+    made = _steps.jmp(_loss, tx or optax.sgd(1.0), jnp.float32(1), s, **options)
+    return _train(*made, xs, "loss_scale")
+
+
+def train_mpx(xs, s=8.0, period=2000, min_loss_scale=1.0, tx=None):
+    import mpx
+
+    tx = tx or optax.sgd(1.0)
+    scaling = mpx.DynamicLossScaling(
+        jnp.float32(s), jnp.float32(min_loss_scale), period=period
+    )
+
+    def step(carry, x):
+        w, state, scaling = carry
+        value_and_grad = mpx.filter_value_and_grad(_loss, scaling)
+        loss, scaling, finite, grad = value_and_grad(w, x)
+        return (*mpx.optimizer_update(w, tx, state, grad, finite), scaling), loss
+
+    w = jnp.float32(1)
+    return _train((w, tx.init(w), scaling), step, xs, "loss_scaling")
+
+
+def train_flax(xs, s=8.0, period=2000, min_loss_scale=None, tx=None):
+    options = {} if min_loss_scale is None else {"minimum_scale": min_loss_scale}
+    options["growth_interval"] = period
+    made = _steps.flax(_loss, tx or optax.sgd(1.0), jnp.float32(1), s, **options)
+    return _train(*made, xs, "scale")
+
+
+def train_optax(xs, tx=None):
+    tx = optax.apply_if_finite(tx or optax.sgd(1.0), MAX_CONSECUTIVE_ERRORS)
+
+    def step(carry, x):
+        w, state, s = carry
+        updates, state = tx.update(x, state, w)
+        return (optax.apply_updates(w, updates), state, s), None
+
+    w = jnp.float32(1)
+    return _train((w, tx.init(w), w), step, xs, "real")
+
+
+def train_jmp_scale(xs, s=8.0, period=2000, min_loss_scale=1.0, tx=None):
+    loss_scale = jmp_scale.DynamicLossScale(
+        s, None, period, 2, min_loss_scale, max_loss_scale=2.0**126
+    )
+    tx = jmp_scale.with_loss_scale(tx or optax.sgd(1.0), loss_scale)
+
+    def step(carry, x):
+        w, state, _ = carry
+        loss, grad = jmp_scale.value_and_grad(_loss, state.loss_scale)(w, x)
+        updates, state = tx.update(grad, state, w)
+        return (optax.apply_updates(w, updates), state, state.loss_scale), loss
+
+    w = jnp.float32(1)
+    return _train((w, tx.init(w), loss_scale), step, xs, "loss_scale")
+
+
+def _loss(w, x):
+    return w * x
+
+
+def _train(carry, step, xs, name):
+    """Runs a step of (w, state, scale), whose S has the given name."""
+    step, steps = jax.jit(step), []
+    for x in xs:
+        carry, _ = step(carry, jnp.float32(x))
+        w, _, scale = carry
+        steps.append(Step(float(w), float(getattr(scale, name))))
+    return steps
+
+
+TRAIN = {
+    "jmp": train_jmp,
+    "flax": train_flax,
+    "mpx": train_mpx,
+    "optax": train_optax,
+    "jmp_scale": train_jmp_scale,
+}
+
+
+VERBS = ("jmp", "mpx", "jmp_scale")  # have jmp's functions
+
+
+def verb(name):
+    """Library -> its function of that name, looked up when it is called."""
+
+    def of(library):
+        return lambda *args: getattr(importlib.import_module(library), name)(*args)
+
+    return {library: of(library) for library in VERBS}
+
+
+def flax_scale(**kwargs: Any):
+    from flax.training.dynamic_scale import DynamicScale
+
+    return DynamicScale(**kwargs)
+
+
+def loss_scales(s):
+    """() -> a loss scale that starts at `s`, made as in the library's documentation"""
+
+    def mpx():
+        import mpx
+
+        floor = jnp.ones((), jnp.float32)
+        return mpx.DynamicLossScaling(jnp.float32(s), min_loss_scaling=floor)
+
+    return {
+        "jmp": lambda: verb("DynamicLossScale")["jmp"](jnp.asarray(s)),
+        "flax": lambda: flax_scale(scale=s),
+        "mpx": mpx,
+        "jmp_scale": lambda: jmp_scale.DynamicLossScale(s),
+    }
+
+
+def steps():
+    """(() -> a loss scale, loss scale -> that after a finite step)"""
+
+    def adjusted(loss_scale):
+        return loss_scale.adjust(jnp.array(True))
+
+    def flax(dynamic_scale):
+        return dynamic_scale.value_and_grad(lambda w: w * w)(jnp.float32(1))[0]
+
+    makers = loss_scales(2.0**15).items()
+    return {name: (make, flax if name == "flax" else adjusted) for name, make in makers}
+
+
+def gradients():
+    """(loss, w, S, axis name or None) -> unscaled gradient, averaged over the axis"""
+
+    def jmp(loss_fn, w, s):
+        loss_scale = loss_scales(s)["jmp"]()
+        return loss_scale.unscale(jax.grad(lambda w: loss_scale.scale(loss_fn(w)))(w))
+
+    def mpx(loss_fn, w, s):
+        import mpx
+
+        scaling = loss_scales(s)["mpx"]()
+        return scaling.unscale(jax.grad(mpx.scaled(loss_fn, scaling))(w))
+
+    def ours(loss_fn, w, s):
+        return jmp_scale.grad(loss_fn, jmp_scale.DynamicLossScale(s))(w)
+
+    def flax(loss_fn, w, s, axis_name=None):
+        return flax_scale(scale=s).value_and_grad(loss_fn, axis_name=axis_name)(w)[3]
+
+    def averaged(grad_fn):
+        def grad(loss_fn, w, s, axis_name=None):
+            grad = grad_fn(loss_fn, w, s)
+            return grad if axis_name is None else jax.lax.pmean(grad, axis_name)
+
+        return grad
+
+    others = {"jmp": jmp, "mpx": mpx, "jmp_scale": ours}
+    return {name: averaged(fun) for name, fun in others.items()} | {"flax": flax}
+
 
 LIBRARIES = list(TRAIN)  # by the names of their modules
 TAKES_OPTAX = ["jmp", "flax", "mpx", "jmp_scale"]
@@ -134,10 +307,10 @@ def rows():
     scaled = {name: train for name, train in TRAIN.items() if name != "optax"}
     by_optax = {name: TRAIN[name] for name in TAKES_OPTAX}
     skips = by_optax | {"optax": TRAIN["optax"]}
-    scales = _calls.loss_scales(2.0**15)
-    verbs = {name: scales[name] for name in _calls.VERBS}
-    checks, selects = _calls.verb("all_finite"), _calls.verb("select_tree")
-    gradients, steps = _calls.gradients(), _calls.steps()
+    scales = loss_scales(2.0**15)
+    verbs = {name: scales[name] for name in VERBS}
+    checks, selects = verb("all_finite"), verb("select_tree")
+    by_gradient, by_step = gradients(), steps()
     return [
         (scaled, gradients_stay_true_when_s_grows),
         (scaled, a_good_step_after_200_bad_ones_trains),
@@ -151,15 +324,15 @@ def rows():
         (scaled, s_recovers_from_200_bad_steps),
         (skips, a_schedule_does_not_count_skipped_steps),
         (skips, accumulation_leaves_out_an_overflowed_batch),
-        (gradients, unscaling_float16_keeps_what_scaling_saved),
+        (by_gradient, unscaling_float16_keeps_what_scaling_saved),
         (verbs, integers_pass_unscale_unchanged),
-        (steps, a_step_is_compiled_ahead_of_time),
-        (steps, leaves_have_names),
+        (by_step, a_step_is_compiled_ahead_of_time),
+        (by_step, leaves_have_names),
         (checks, an_empty_tree_is_finite),
         (checks, integers_and_keys_are_finite),
         (selects, functions_in_a_tree_are_selected),
-        (gradients, a_mean_over_replicas_does_not_overflow_float16),
-        (gradients, complex_gradients_keep_their_imaginary_part),
+        (by_gradient, a_mean_over_replicas_does_not_overflow_float16),
+        (by_gradient, complex_gradients_keep_their_imaginary_part),
     ]
 
 

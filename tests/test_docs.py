@@ -39,11 +39,13 @@ FILES = {
 # Run by tests of their own.
 OWN = {f"docs/{name}.md" for name in ("accumulate", "checkpoints", "flax")}
 FENCE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
-# A block of Python, and what it prints, if the page shows it.
+# A block of Python, and what it prints, which the page shows. What is `.about` so much
+# depends on the machine.
 PYTHON = re.compile(
-    r"^```python\n(.*?)^```$(?:\n\n``` ?(?:text|{ .text .wrap })\n(.*?)^```$)?",
+    r"^```python\n(.*?)^```$(?:\n\n``` ?(text|{ .text [. \w]+})\n(.*?)^```$)?",
     re.DOTALL | re.MULTILINE,
 )
+COMMENT = re.compile(r"^ *print\(.*\)  # (.+)$", re.MULTILINE)
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 DOORS = ("diagnostics", "plotting", "linen", "nnx", "checkpoints", "presets")
@@ -108,22 +110,53 @@ def test_every_public_name_is_on_exactly_one_page_of_the_reference():
 
 
 def run(page):
-    """The names that the Python blocks of a page leave, run one after the other."""
-    namespace = {"__name__": "__main__"}
-    for match in PYTHON.finditer(TEXTS[page]):
-        line = TEXTS[page][: match.start(1)].count("\n")
-        code, shown = match.groups()
+    """The names that a page leaves: its blocks run one after the other.
+
+    So do this library's calls within sentences, if the page so far has their names.
+    """
+    namespace, text, end = {"__name__": "__main__"}, TEXTS[page], 0
+    for match in PYTHON.finditer(text):
+        run_sentences(text[end : match.start()], namespace)
+        end = match.end()
+        line = text[: match.start(1)].count("\n")
+        code, kind, shown = match.groups()
         source = "\n" * line + code  # so that a traceback names the page's line
         printed = io.StringIO()
         with jax.numpy_rank_promotion("allow"):  # as in a reader's program
             with contextlib.redirect_stdout(printed):
                 exec(compile(source, page, "exec"), namespace)
-            if shown:
-                assert_prints(printed.getvalue().replace(page, "model.py"), shown)
+            printed = printed.getvalue().replace(page, "model.py")
+            shown = shown or "\n".join(COMMENT.findall(code))
+            if "about" in (kind or ""):
+                assert printed.count("\n") == shown.count("\n")
+            else:
+                assert_prints(printed, shown)
             for name, call in STEPS.get(page, {}).items():
                 if f"def {name}(" in code:
                     check_step_of(page, call, namespace)
+    run_sentences(text[end:], namespace)
     return namespace
+
+
+def run_sentences(text, names):
+    """Runs calls of this library in a text's code spans, with the page's own names."""
+    for span in re.findall(r"`([^`\n]+\))`", FENCE.sub("", text)):
+        if "..." not in span and calls_own(span, names):
+            with jax.numpy_rank_promotion("allow"):
+                eval(span, dict(names))
+
+
+def calls_own(span, names):
+    """Whether a code span is a call of this library with arguments of the page."""
+    try:
+        call = ast.parse(span, mode="eval").body
+        module = eval(ast.unparse(call.func), dict(names)).__module__
+    except (SyntaxError, NameError, AttributeError):
+        return False
+    arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+    used = {node.id for node in ast.walk(call) if isinstance(node, ast.Name)}
+    constant = all(isinstance(argument, ast.Constant) for argument in arguments)
+    return str(module).startswith("jmp_scale") and used <= names.keys() and not constant
 
 
 def assert_prints(printed, shown):
@@ -248,7 +281,7 @@ def test_a_page_reads_well_where_only_plain_markdown_is_known(name):
 
 @pytest.mark.parametrize("name", FILES)
 def test_an_empty_line_ends_each_body_as_pythons_own_prompt_needs(name):
-    for code, _ in PYTHON.findall(FILES[name].read_text()):
+    for code, *_ in PYTHON.findall(FILES[name].read_text()):
         lines = [*code.splitlines(), ""]
         bodies = [node for node in ast.parse(code).body if hasattr(node, "body")]
         assert [lines[node.end_lineno] for node in bodies] == [""] * len(bodies)

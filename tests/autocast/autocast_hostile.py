@@ -72,7 +72,7 @@ def importance_ratio(w, x):
 def masked(name, mask):
     def program(w, x):
         h = x + jnp.tanh(x @ w)
-        return jnp.mean(mask(h) * jnp.tanh(h @ w))
+        return jnp.mean(mask(h).astype(jnp.float32) * jnp.tanh(h @ w))
 
     HOSTILE[name] = program
 
@@ -157,7 +157,7 @@ def sines(h, k):
 
 def router(h, k):
     gates = jax.nn.softmax(k)
-    chosen = gates * (gates == gates.max(-1, keepdims=True))
+    chosen = jnp.where(gates == gates.max(-1, keepdims=True), gates, 0)
     return offset_cost(gates) + offset_cost(chosen) + jnp.sum(gates.mean(0) ** 2)
 
 

@@ -118,7 +118,9 @@ def clipped(x):
     return jnp.clip(x, -1, 1)
 
 
-clipped.defvjp(lambda x: (clipped(x), x), lambda x, g: (g * (jnp.abs(x) < 1),))
+clipped.defvjp(
+    lambda x: (clipped(x), x), lambda x, g: (jnp.where(jnp.abs(x) < 1, g, 0),)
+)
 
 
 @jax.custom_vjp

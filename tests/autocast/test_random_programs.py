@@ -1,0 +1,434 @@
+"""Random programs of blocks that look like what `autocast` recognizes.
+
+A few run among the slow tests. `python tests/autocast/test_random_programs.py FIRST
+LAST` runs the programs of these seeds, prints each one that fails, and how many did.
+
+All arrays are square, so that wrong axes have the right shapes. Gradients of weights
+are compared with those of float32: their error is at most a few times that of the same
+program with its products cast by hand.
+"""
+
+import functools
+import sys
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jmp_scale import _jaxpr, autocast
+
+N = 4
+ROWS = np.arange(N)
+MASK = np.tri(N, dtype=bool)
+NAMES = "layer10", "layer2", "layer1", "gain"  # sorted, they have another order
+CALLS = "jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2"
+MODES = "clip", "fill", "promise_in_bounds", None
+PLAIN = _jaxpr.words("layer bias norm softmax pick rows stack attention every")
+NESTED = _jaxpr.words("branch loop carry remat vmap jit")
+
+
+def with_a_rule(fun):
+    """An elementwise function with a rule, and the name of another function."""
+
+    @jax.custom_jvp
+    def softmax(x):
+        return fun(x)
+
+    softmax.defjvp(lambda x, t: (fun(*x), jax.jvp(fun, x, t)[1]))
+    return softmax
+
+
+@jax.custom_vjp
+def half_of_a_gradient(x):
+    return jnp.sin(x)
+
+
+half_of_a_gradient.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x) / 2,))
+SMOOTH = jnp.tanh, jnp.sin, jax.nn.gelu, with_a_rule(jnp.tanh), half_of_a_gradient
+
+
+class Blocks:
+    """Draws blocks: functions `(dot, w, x, y)` of weights, a matrix and labels."""
+
+    def __init__(self, seed):
+        self._rng = np.random.default_rng(seed)
+
+    def one_of(self, *options):
+        return options[self._rng.integers(len(options))]
+
+    def program(self, most=3, depth=2):
+        names = sorted(PLAIN | NESTED if depth else PLAIN)
+        names += ["softmax", "softmax", "pick"]  # which have most forms
+        blocks = [
+            getattr(self, self.one_of(*names))(depth - 1)
+            for _ in range(self._rng.integers(1, most + 1))
+        ]
+
+        def run(dot, w, x, y):
+            for block in blocks:
+                x = block(dot, w, x, y)
+            return x
+
+        return run
+
+    def product(self):
+        name = self.one_of(*NAMES)
+        return self.one_of(
+            lambda dot, w, x, y: dot(x, w[name]),
+            lambda dot, w, x, y: dot(w[name], x),
+            lambda dot, w, x, y: dot(x.T, w[name].T),
+            lambda dot, w, x, y: dot(x, w[name] * 2),
+            lambda dot, w, x, y: dot(x, x.T / 4) + w[name],
+        )
+
+    def layer(self, _):
+        act, product, skips = self.one_of(*SMOOTH), self.product(), self.one_of(0, 1)
+        return lambda dot, w, x, y: act(product(dot, w, x, y)) + skips * x
+
+    def bias(self, _):
+        """A sum with a bias, or with what has the shape of one."""
+        name, act, product = self.one_of(*NAMES), self.one_of(*SMOOTH), self.product()
+        bias = self.one_of(
+            lambda b, x: b[:1],
+            lambda b, x: b[:, :1],
+            lambda b, x: b[0, 0],
+            lambda b, x: b,
+            lambda b, x: x.mean(0, keepdims=True),
+            lambda b, x: jnp.broadcast_to(jnp.sin(x[:1]), x.shape),
+            lambda b, x: (x[None] + b[None])[0],
+        )
+        return lambda dot, w, x, y: act(product(dot, w, x, y) + bias(w[name], x))
+
+    def norm(self, _):
+        axis, power = self.one_of(0, 1, None), self.one_of(1, 2)
+
+        def norm(dot, w, x, y):
+            size = jnp.mean(jnp.abs(x + 3) ** power, axis, keepdims=True)
+            return x * lax.rsqrt(1 + size)
+
+        return norm
+
+    def softmax(self, _):
+        """A softmax that a product reads, or what resembles one."""
+        name, axis, product = self.one_of(*NAMES), self.one_of(0, 1), self.product()
+        above = self.one_of(
+            *[lambda e, s, w: e] * 4,
+            lambda e, s, w: e * w,
+            lambda e, s, w: jnp.where(MASK, e, 0),
+            lambda e, s, w: jnp.exp(w),
+        )
+        below = self.one_of(
+            *[lambda e, s, w: e] * 4,
+            lambda e, s, w: e * w * w,
+            lambda e, s, w: jnp.where(MASK, e, 0),
+            lambda e, s, w: jnp.exp(s.T),
+            lambda e, s, w: jnp.exp2(s),
+            lambda e, s, w: e.T,
+        )
+        total = self.one_of(
+            *[lambda e: e.sum(axis, keepdims=True)] * 2,
+            lambda e: jnp.expand_dims(e.sum(axis), 1 - axis),
+            lambda e: jnp.expand_dims(e.sum(axis), axis),
+            lambda e: e.sum(axis).reshape(1, N),
+            lambda e: e.sum(axis).reshape(N, 1),
+            lambda e: e.sum(axis, keepdims=True).T,
+            lambda e: jnp.broadcast_to(e.sum(axis, keepdims=True), e.shape),
+            lambda e: e.sum(axis)[ROWS[:, None]],
+            lambda e: jnp.repeat(e.sum(axis)[None], N, 0),
+            lambda e: e.sum(axis, keepdims=True)[::-1, ::-1],
+            lambda e: e.sum(),
+            lambda e: jnp.cumsum(e, axis),
+            lambda e: 1 + e.sum(axis, keepdims=True),
+        )
+        shift = self.one_of(
+            lambda s: 0.0,
+            lambda s: lax.stop_gradient(s.max(axis, keepdims=True)),
+            lambda s: s.mean(),
+        )
+        reads = self.one_of(
+            lambda dot, p, x: dot(p, x),
+            lambda dot, p, x: dot(x, p) + p,
+            lambda dot, p, x: dot(p, p.T),
+            lambda dot, p, x: dot(jnp.sin(p), x) + dot(p, x),
+        )
+
+        def softmax(dot, w, x, y):
+            s = product(dot, w, x, y)
+            s = s - shift(s)
+            e = jnp.exp(s)
+            p = above(e, s, w[name]) / (total(below(e, s, w[name])) + 0)
+            return reads(dot, p, x)
+
+        return softmax
+
+    def pick(self, _):
+        """An entry of each row, in bounds and out of them, or other entries."""
+        product, mode = self.product(), self.one_of(*MODES)
+        shift, dtype = self.one_of(0, 0, 2, -3), self.one_of("int32", "uint8", "int8")
+        pick = self.one_of(
+            lambda z, y: z.at[ROWS, y].get(mode=mode),
+            lambda z, y: z.at[y, ROWS].get(mode=mode),
+            lambda z, y: z.at[jnp.arange(N), y].get(mode=mode),
+            lambda z, y: z.at[ROWS[::-1], y].get(mode=mode),
+            lambda z, y: z.at[ROWS // 2, y].get(mode=mode),
+            lambda z, y: z.at[y].get(mode=mode)[:, 0],
+            lambda z, y: jnp.take_along_axis(z, y[:, None], 1, mode=mode)[:, 0],
+            lambda z, y: jnp.take_along_axis(z, y[None], 0, mode=mode)[0],
+            lambda z, y: jax.vmap(lambda r, k: r.at[k].get(mode=mode))(z, y),
+            lambda z, y: jax.vmap(lambda r, k: lax.dynamic_index_in_dim(r, k))(z, y)[
+                :, 0
+            ],
+            lambda z, y: jnp.sum(z * jax.nn.one_hot(y, N), 1),
+        )
+        logits = self.one_of(lambda z: z, jax.nn.log_softmax, jnp.sin)
+
+        def picked(dot, w, x, y):
+            found = pick(logits(product(dot, w, x, y)), (y + shift).astype(dtype))
+            return x + jnp.nan_to_num(found)[:, None]
+
+        return picked
+
+    def rows(self, _):
+        """Rows of a table, of a weight or of data."""
+        name, mode = self.one_of(*NAMES), self.one_of("clip", "fill", None)
+        table = self.one_of(lambda w, x: w, lambda w, x: w.T, lambda w, x: jnp.sin(x))
+
+        def rows(dot, w, x, y):
+            found = table(w[name], x).at[y].get(mode=mode)
+            return jnp.tanh(dot(found, x) + found)
+
+        return rows
+
+    def stack(self, _):
+        """A weight out of a stack of them."""
+        index = self.one_of(lambda y: 1, lambda y: y[0], lambda y: y[:3])
+
+        def stack(dot, w, x, y):
+            stacked = jnp.stack([*w.values()])[index(y)]
+            return jnp.tanh(dot(x, stacked.reshape(-1, N, N)[0]))
+
+        return stack
+
+    def attention(self, _):
+        left, right, value = self.product(), self.product(), self.product()
+        soft = self.one_of(
+            jax.nn.softmax,
+            lambda s: jax.nn.softmax(s, (1, 2)),
+            lambda s: jax.nn.softmax(s, where=MASK[None]),
+            lambda s: jnp.exp(s) / jnp.exp(s).sum(-1, keepdims=True),
+            lambda s: jnp.exp(s - s.max(1, keepdims=True)) / jnp.exp(s).sum(2)[None],
+        )
+
+        def attention(dot, w, x, y):
+            q, k, v = (
+                jnp.stack([f(dot, w, x, y)] * N) * w["gain"][:, None]
+                for f in (left, right, value)
+            )
+            scores = dot(q, jnp.swapaxes(k, 1, 2))
+            return jnp.tanh(dot(soft(scores), v).mean(0))
+
+        return attention
+
+    def every(self, _):
+        """All weights in their order."""
+
+        def every(dot, w, x, y):
+            for each in w.values():
+                x = jnp.tanh(dot(x, each) + x)
+            return x
+
+        return every
+
+    def branch(self, depth):
+        one, other = self.program(1, depth), self.program(1, depth)
+
+        def branch(dot, w, x, y):
+            return lax.cond(
+                y[1] > 1, lambda x: one(dot, w, x, y), lambda x: other(dot, w, x, y), x
+            )
+
+        return branch
+
+    def loop(self, depth):
+        """A scan that reads weights by closure, or slices of a stack of them."""
+        body, is_stacked = self.program(2, depth), self.one_of(True, False)
+        wrap = self.one_of(lambda f: f, jax.checkpoint)
+
+        def loop(dot, w, x, y):
+            @wrap
+            def step(x, each):
+                read = w | {"layer2": each} if is_stacked else w
+                return jnp.tanh(body(dot, read, x, y)), x[0]
+
+            xs = jnp.stack([w["layer1"], w["layer10"]])
+            x, rows = lax.scan(step, x, xs, reverse=is_stacked)
+            return x + rows.mean(0)[None]
+
+        return loop
+
+    def carry(self, depth):
+        """A scan that carries a weight."""
+        body = self.program(1, depth)
+
+        def carry(dot, w, x, y):
+            def step(carry, _):
+                x, gain = carry
+                return (jnp.tanh(body(dot, w | {"gain": gain}, x, y)), gain), None
+
+            return lax.scan(step, (x, w["gain"]), length=2)[0][0]
+
+        return carry
+
+    def remat(self, depth):
+        body = self.program(2, depth)
+        policy = self.one_of(None, jax.checkpoint_policies.dots_saveable)
+
+        def remat(dot, w, x, y):
+            run = functools.partial(body, dot)
+            return jax.checkpoint(run, policy=policy)(w, x, y)
+
+        return remat
+
+    def vmap(self, depth):
+        body, axis = self.program(1, depth), self.one_of(0, 1)
+
+        def vmap(dot, w, x, y):
+            run = jax.vmap(lambda x, y: body(dot, w, x, y), (axis, 0))
+            return run(jnp.stack([x, x.T], axis), jnp.stack([y, y[::-1]])).sum(0)
+
+        return vmap
+
+    def jit(self, depth):
+        body, closes = self.program(2, depth), self.one_of(True, False)
+
+        def call(dot, w, x, y):
+            if closes:
+                return jax.jit(lambda x: body(dot, w, x, y))(x)
+            return jax.jit(functools.partial(body, dot))(w, x, y)
+
+        return call
+
+
+class Held:
+    """An object with a method, which holds weights."""
+
+    def __init__(self, run, w):
+        self.run, self.w = run, w
+
+    def __call__(self, x, y):
+        return self.run(self.w, x, y)
+
+
+# How weights reach the function that is cast.
+WAYS = {
+    "argument": lambda cast, run, w: functools.partial(cast(run), w),
+    "partial": lambda cast, run, w: cast(functools.partial(run, w)),
+    "closure": lambda cast, run, w: cast(lambda x, y: run(w, x, y)),
+    "method": lambda cast, run, w: cast(Held(run, w).__call__),
+}
+
+
+def by_hand(dtype):
+    def dot(x, y):
+        return jnp.matmul(x.astype(dtype), y.astype(dtype)).astype(jnp.float32)
+
+    return dot
+
+
+def evaluated(jaxpr, operands):
+    """Evaluates a program equation by equation, for which next to nothing compiles."""
+    inner, constants = _jaxpr.open_jaxpr(jaxpr)
+    inputs = [*inner.constvars, *inner.invars]
+    values = dict(zip(inputs, [*constants, *operands], strict=True))
+    for eqn in inner.eqns:
+        read = [_jaxpr.value_of(v, values) for v in eqn.invars]
+        values.update(zip(eqn.outvars, results(eqn, read), strict=True))
+    return _jaxpr.results_of(inner, values)
+
+
+def results(eqn, operands):
+    if eqn.primitive.name == "cond":
+        return evaluated(eqn.params["branches"][int(operands[0])], operands[1:])
+    if eqn.primitive.name in CALLS:
+        return evaluated(_jaxpr.subjaxprs(eqn)[0], operands)
+    if eqn.primitive.name != "scan":
+        return _jaxpr.evaluate(eqn, operands)
+    loop = _jaxpr.scan_of(eqn)
+    last = loop.consts + loop.carry
+    carry, xs = operands[loop.consts : last], [*map(np.asarray, operands[last:])]
+    turns, rows = range(loop.trips), {}
+    for i in reversed(turns) if eqn.params["reverse"] else turns:
+        read = *operands[: loop.consts], *carry, *(jnp.asarray(x[i]) for x in xs)
+        found = evaluated(loop.body, read)
+        carry, rows[i] = found[: loop.carry], found[loop.carry :]
+    columns = zip(*(rows[i] for i in turns), strict=True)
+    return [*carry, *(jnp.asarray(np.stack(column)) for column in columns)]
+
+
+def errors(seed):
+    """Relative errors of the gradients: by hand, and with `autocast`."""
+    blocks = Blocks(seed)
+    run, way = blocks.program(), WAYS[blocks.one_of(*WAYS)]
+    dtype = blocks.one_of("float16", "bfloat16")
+    # JAX sorts the names of arguments.
+    order = NAMES if way is not WAYS["argument"] else sorted(NAMES)
+    rng = np.random.default_rng(seed)
+    weights = {name: jnp.float32(rng.normal(size=(N, N)) / 2) for name in NAMES}
+    for name in blocks.one_of((), NAMES[:2], NAMES):
+        weights[name] = weights[name].astype(dtype)
+    x = jnp.float32(rng.normal(size=(N, N)))
+    y = jnp.asarray(rng.integers(0, N, N), jnp.int32)
+
+    def gradient(dot, cast=lambda f: f):
+        def loss(w):
+            held = {name: w[name] for name in order}
+            z = way(cast, functools.partial(run, dot), held)(x, y)
+            return 8 * jnp.mean(jnp.sin(z) + z * z / 4)
+
+        return jax.grad(loss)
+
+    def all_of_them(weights):
+        wide = {name: w.astype(jnp.float32) for name, w in weights.items()}
+        yield gradient(jnp.matmul)(wide)
+        yield gradient(by_hand(dtype))(wide)
+        for recompute in (True, False):
+            cast = functools.partial(autocast, dtype=dtype, recompute=recompute)
+            yield gradient(jnp.matmul, cast)(weights)
+
+    jaxpr = jax.make_jaxpr(lambda w: [*all_of_them(w)])(weights)
+    found = evaluated(jaxpr, jax.tree.leaves(weights))
+    parts = (found[i : i + len(NAMES)] for i in range(0, len(found), len(NAMES)))
+    want, *others = (np.ravel(np.float64([*map(np.asarray, part)])) for part in parts)
+    size = np.linalg.norm(want) + 1e-2
+    return [np.linalg.norm(each - want) / size for each in others], dtype
+
+
+def check(seed):
+    """Returns whether there was something to compare: a program may overflow."""
+    (hand, *ours), dtype = errors(seed)
+    bound = 6 * hand + 12 * float(jnp.finfo(dtype).eps)
+    within = all(error <= bound for error in ours)
+    assert within or np.isnan(hand), f"{ours}, by hand {hand} ({dtype})"
+    return np.isfinite(hand)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:autocast")
+@pytest.mark.parametrize("seed", range(12))
+def test_a_random_program_has_the_gradient_of_one_cast_by_hand(seed):
+    check(seed)
+
+
+if __name__ == "__main__":
+    first, last = map(int, sys.argv[1:])
+    failed, overflown = [], 0
+    for seed in range(first, last):
+        try:
+            overflown += not check(seed)
+        except Exception:  # each is told, and the next one runs
+            failed.append(seed)
+            print(seed, traceback.format_exc(limit=-3), flush=True)
+    print(f"{len(failed)} of {last - first} failed: {failed}; {overflown} overflow")

@@ -15,22 +15,8 @@ from ..._jaxpr import Loop, dtype_name, shape, words
 from ..._policy import is_half
 from .._findings import Rule
 from .._source import Place
-from .facts import (
-    DISTINCT_INTEGERS,
-    Equation,
-    Fact,
-    Growth,
-    entries_added,
-    first_half,
-    flops,
-    is_integer,
-    is_lost,
-    is_narrow,
-    operand_dtypes,
-    rounded,
-    summed_in_half,
-    transfer,
-)
+from . import facts
+from .facts import Equation, Fact, Growth
 
 _error, _warning = (functools.partial(Rule, level) for level in ("error", "warning"))
 # {library} is the line of a library, in parentheses.
@@ -167,7 +153,11 @@ def _count_in_half(equation: Equation) -> float:
     if not is_half(equation.source):
         return 0
     adds_two = equation.name == "add"
-    return summed_in_half(*equation.ins) if adds_two else entries_added(equation.eqn)
+    return (
+        facts.summed_in_half(*equation.ins)
+        if adds_two
+        else facts.entries_added(equation.eqn)
+    )
 
 
 def _half_collective(equation: Equation) -> Iterator[Values]:
@@ -180,19 +170,19 @@ def _half_integers(equation: Equation) -> Iterator[Values]:
     if equation.name not in ("iota", "convert_element_type"):
         yield from _half_indices(equation)
         return
-    (fact,) = equation.ins or transfer(equation)
-    most, limit = fact.bounds.magnitude, DISTINCT_INTEGERS.get(equation.result)
+    (fact,) = equation.ins or facts.transfer(equation)
+    most, limit = fact.bounds.magnitude, facts.DISTINCT_INTEGERS.get(equation.result)
     if limit is None or fact.bounds.single is not None:
         return
     # The points of linspace are not integers.
     counts = fact.maker == "iota" and "linspace" not in equation.place().calls
-    if limit < most < _UNKNOWN_EXTENT and (counts or is_integer(equation.source)):
+    if limit < most < _UNKNOWN_EXTENT and (counts or facts.is_integer(equation.source)):
         yield {"what": f"Integers up to {most:,.0f} are cast to", "limit": limit}
 
 
 def _half_indices(equation: Equation) -> Iterator[Values]:
     for dtype, entries in _indexed(equation):
-        limit = DISTINCT_INTEGERS.get(dtype, math.inf)
+        limit = facts.DISTINCT_INTEGERS.get(dtype, math.inf)
         if limit < entries:
             what = f"Indices among {entries:,} entries were"
             yield {"what": what, "dtype": dtype, "limit": limit}
@@ -208,11 +198,11 @@ def _indexed(equation: Equation) -> Iterator[tuple[str, int]]:
         sizes = [shape(eqn.invars[0])[axis] for axis in axes]
         halves = ins[1].rounded_in
         if len(halves) != len(axes):  # which index is of which axis is not known
-            halves, sizes = (first_half(ins[1:2]),), [min(sizes)]
+            halves, sizes = (facts.first_half(ins[1:2]),), [min(sizes)]
         yield from zip(halves, sizes, strict=True)
     elif name in _FIRST_INDEX:
         indices = ins[_FIRST_INDEX[name] :]
-        halves = [first_half([index]) for index in indices]
+        halves = [facts.first_half([index]) for index in indices]
         yield from zip(halves, shape(eqn.invars[0]), strict=True)
     elif name in _COMPARISONS:
         yield from _compared_with_a_count(*ins)
@@ -222,7 +212,7 @@ def _compared_with_a_count(x: Fact, y: Fact) -> Iterator[tuple[str, int]]:
     """Yields the same of a comparison with a count, as in `jax.nn.one_hot`."""
     for index, count in ((x, y), (y, x)):
         if count.maker == "iota" and count.bounds.magnitude < _UNKNOWN_EXTENT:
-            yield first_half([index]), int(count.bounds.high) + 1
+            yield facts.first_half([index]), int(count.bounds.high) + 1
 
 
 def _half_square(equation: Equation) -> Iterator[Values]:
@@ -268,8 +258,8 @@ def _half_constant(equation: Equation) -> Iterator[Values]:
     if equation.name != "convert_element_type" or not is_half(dtype):
         return
     constant = equation.ins[0].constant
-    if is_lost(constant, dtype):
-        held, cure = rounded(constant, dtype), largest_instead(dtype)
+    if facts.is_lost(constant, dtype):
+        held, cure = facts.rounded(constant, dtype), largest_instead(dtype)
         if held == 0:
             cure = "Use a constant of at least 1e-4"
         yield {
@@ -328,9 +318,11 @@ def half_carry(
 
 def full_matmuls(equations: Iterable[Equation]) -> Iterator[Fault]:
     """Finds products in float32 while others are half precision."""
-    products = [equation for equation in equations if flops(equation.eqn)]
-    wide = [e for e in products if not is_narrow(operand_dtypes(e.eqn))]
+    products = [equation for equation in equations if facts.flops(equation.eqn)]
+    wide = [e for e in products if not facts.is_narrow(facts.operand_dtypes(e.eqn))]
     for equation in wide if len(wide) < len(products) else ():
         # A solve, or its derivative, needs the precision.
         if not (stays_float32(equation.eqn) or equation.place().in_linalg):
-            yield _fault(equation, "full-matmul", dtype=operand_dtypes(equation.eqn))
+            yield _fault(
+                equation, "full-matmul", dtype=facts.operand_dtypes(equation.eqn)
+            )

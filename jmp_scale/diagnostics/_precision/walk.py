@@ -13,17 +13,8 @@ from ..._jaxpr import Atom, Loop, Program, bare, dtype_name, open_jaxpr
 from ..._policy import is_half
 from ..._types import PyTree
 from .._source import Place, place_of
-from .facts import (
-    NOT_A_SUM,
-    Equation,
-    Fact,
-    Growth,
-    SourceLine,
-    join,
-    of_constant,
-    of_type,
-    transfer,
-)
+from . import facts
+from .facts import NOT_A_SUM, Equation, Fact, Growth, SourceLine
 from .rules import Fault, faults, half_carry
 
 # These primitives have a jaxpr of scalars that combines two elements.
@@ -54,14 +45,14 @@ class Walk:
         self._differentiated = differentiated
         no_equation: Any = None  # contains a whole program
         outer = Equation(no_equation, lambda: caller)
-        self._run(program, map(of_type, bare(program).invars), outer)
+        self._run(program, map(facts.of_type, bare(program).invars), outer)
 
     def _run(
-        self, jaxpr: Program, facts: Iterable[Fact], outer: Equation
+        self, jaxpr: Program, given: Iterable[Fact], outer: Equation
     ) -> list[Fact]:
         """Returns the facts of a jaxpr's outputs from the facts of its inputs."""
         inner, consts = open_jaxpr(jaxpr)
-        known: dict[Var, Fact] = dict(zip(inner.invars, facts, strict=True))
+        known: dict[Var, Fact] = dict(zip(inner.invars, given, strict=True))
         for variable, value in zip(inner.constvars, consts, strict=True):
             known[variable] = self._constant(variable, value)
 
@@ -80,7 +71,7 @@ class Walk:
     def _constant(self, atom: Atom, value: PyTree) -> Fact:
         if is_half(dtype_name(atom)) and _jaxpr.has_infinite_entries(value):
             self.infinite.add(dtype_name(atom))
-        return of_constant(atom, value)
+        return facts.of_constant(atom, value)
 
     def _pass(self, eqn: JaxprEqn, ins: list[Fact], outer: Equation) -> list[Fact]:
         # JAX marks the backward pass in name scopes only. Of transposed equations only
@@ -101,7 +92,7 @@ class Walk:
 
     def _operation(self, equation: Equation) -> list[Fact]:
         self.operations.append(equation)
-        outs = transfer(equation)
+        outs = facts.transfer(equation)
         if not outs or (self._differentiated and not equation.backward):
             return outs
         if outs[0].epsilon == 0 and self._is_no_epsilon(equation):
@@ -123,19 +114,24 @@ class Walk:
             self.autocasts |= _jaxpr.name_of_call(eqn) == CAST
             operands = [equation.ins[i] for i in read[0].places]
             results = [self._run(body.program, operands, equation) for body in read]
-            return [functools.reduce(join, each) for each in zip(*results, strict=True)]
+            return [
+                functools.reduce(facts.join, each)
+                for each in zip(*results, strict=True)
+            ]
         for program in programs:
-            self._run(program, map(of_type, bare(program).invars), equation)
+            self._run(program, map(facts.of_type, bare(program).invars), equation)
         if name in _CONTROL or name not in _jaxpr.known_primitives():
             self.unread.append(equation)
-        return [of_type(v) for v in eqn.outvars]
+        return [facts.of_type(v) for v in eqn.outvars]
 
     def _loop(self, equation: Equation, loop: Loop) -> list[Fact]:
         ins = equation.ins[loop.offset :]
         end = loop.consts + loop.carry
         scanned = zip(ins[end:], bare(loop.body).invars[end:], strict=True)
         # Facts about the first carry (a zero) do not hold in other iterations.
-        starts = [replace(of_type(v), growth={v: Growth(True)}) for v in loop.carries]
+        starts = [
+            replace(facts.of_type(v), growth={v: Growth(True)}) for v in loop.carries
+        ]
         slices = [
             replace(fact, growth={**fact.growth, v: NOT_A_SUM}) for fact, v in scanned
         ]
@@ -144,5 +140,5 @@ class Walk:
             for carry, out in zip(loop.carries, outs, strict=False):
                 growth = out.growth.get(carry, NOT_A_SUM)
                 self.found.extend(half_carry(carry, growth, loop, equation.backward))
-        ends = [join(a, b) for a, b in zip(starts, outs, strict=False)]
+        ends = [facts.join(a, b) for a, b in zip(starts, outs, strict=False)]
         return [replace(fact, growth={}) for fact in [*ends, *outs[loop.carry :]]]

@@ -207,9 +207,9 @@ PRINTS = {
     "data_parallel.py": ("--steps=20", r"(.* 2\^14 +1 +8\n){4}"),  # of all ways
     "diagnose.py": (
         "--steps=80",
-        r"^verdict: Not precise enough: .* becomes zero[\s\S]*"
-        r"^verdict: The loss itself is not finite[\s\S]*"
-        r"^verdict: args\[1\] is not finite itself",
+        r"^error \[gradient lost\][\s\S]*"
+        r"^error \[loss not finite\][\s\S]*"
+        r"^error \[argument not finite\] args\[1\]",
     ),
     "from_pytorch.py": ("--steps=100", "check_step: no problem found"),
     # An overflow of one player skips, and backs off, only that one.

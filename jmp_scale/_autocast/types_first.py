@@ -126,16 +126,18 @@ class _Call:
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
         count = len(self._held.arrays)
         args, kwargs = self._with_given(arrays[count:])
-        self._result = self._held.call(arrays[:count], args, kwargs)
-        return [x for x in jax.tree.leaves(self._result) if isinstance(x, jax.Array)]
+        result = self._held.call(arrays[:count], args, kwargs)
+        pairs, structure = jax.tree_util.tree_flatten_with_path(result)
+        found = [(path, x) for path, x in pairs if isinstance(x, jax.Array)]
+        leaves = [_ARRAY if isinstance(x, jax.Array) else x for _, x in pairs]
+        # Without the arrays, which must not outlive the trace.
+        self._form = leaves, structure, [path for path, _ in found]
+        return [x for _, x in found]
 
     def traced(self, arrays: Iterable[Any]) -> Traced:
         """Traces the call of these arrays, or of arrays of these types."""
         program = jax.make_jaxpr(self)(*arrays)
-        pairs, structure = jax.tree_util.tree_flatten_with_path(self._result)
-        del self._result
-        leaves = [_ARRAY if isinstance(x, jax.Array) else x for _, x in pairs]
-        paths = [path for path, x in pairs if isinstance(x, jax.Array)]
+        leaves, structure, paths = self._form
 
         def returned(outputs: Arrays) -> PyTree:
             left = iter(outputs)

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -162,57 +162,116 @@ class _Call:
         return text
 
 
+class _Number(NamedTuple):
+    """A literal or a constant that an operation reads."""
+
+    value: Any
+
+
+# An equation, or None for the end of a program, and what it reads: results of others,
+# by their places in the list of operations, and numbers.
+_Operation = tuple[JaxprEqn | None, list[Any]]
+
+
 def _is_one(wide: Traced, given: Traced) -> bool:
     """Whether two traces are one program, in float32 and in the dtypes as given.
 
-    They are not if it computes with bits of an array, with its size in bytes, or with
+    Proven is that the same operations read the same operands, sizes and numbers. They
+    do not if it computes with bits of an array, with its size in bytes, or with
     whatever else it chooses by a dtype.
     """
-    facts = (map(_facts, _operations(each.program)) for each in (wide, given))
-    pairs = itertools.zip_longest(*facts, fillvalue=(None, []))
-    return wide.paths == given.paths and all(
-        one == other and all(map(_is_one_number, numbers, others))
-        for (one, numbers), (other, others) in pairs
+    one, other = _operations(wide.program), _operations(given.program)
+    is_one = wide.paths == given.paths and len(one) == len(other)
+    return is_one and all(map(_are_one, one, other))
+
+
+def _operations(program: Program) -> list[_Operation]:
+    """Lists what is neither a call nor a cast, followed by what is nested in it."""
+    found: list[_Operation] = []
+
+    def add(jaxpr: Program, inputs: Iterable[Any]) -> list[Any]:
+        inner, constants = _jaxpr.open_jaxpr(jaxpr)
+        known = dict(zip(inner.invars, inputs, strict=False))
+        known.update(zip(inner.constvars, map(_Number, constants), strict=True))
+
+        def named(atoms: Iterable[_jaxpr.Atom]) -> list[Any]:
+            return [_Number(v.val) if _jaxpr.is_literal(v) else known[v] for v in atoms]
+
+        for eqn in inner.eqns:
+            read = results = named(eqn.invars)
+            if _jaxpr.name_of(eqn) in _jaxpr.CALLS:
+                results = add(_jaxpr.subjaxprs(eqn)[0], read)
+            elif not _is_cast(eqn):
+                results = [(len(found), i) for i, _ in enumerate(eqn.outvars)]
+                found.append((eqn, read))
+                for nested in _jaxpr.subjaxprs(eqn):
+                    found.append((None, add(nested, itertools.count())))
+            known.update(zip(eqn.outvars, results, strict=True))
+        return named(inner.outvars)
+
+    found.append((None, add(program, itertools.count())))
+    return found
+
+
+def _is_cast(eqn: JaxprEqn) -> bool:
+    """Whether an equation returns its operand, except for the rounding."""
+    is_named = _jaxpr.name_of(eqn) in ("convert_element_type", "copy")
+    return is_named and all(map(_jaxpr.is_floating, (*eqn.invars, *eqn.outvars)))
+
+
+def _are_one(wide: _Operation, given: _Operation) -> bool:
+    """Whether operations differ in nothing except the dtypes of what they compute."""
+    (one, read), (other, others) = wide, given
+    if len(read) != len(others) or not all(map(_is_same, read, others)):
+        return False
+    if one is None or other is None:
+        return one is other
+    params = ((x, other.params.get(name)) for name, x in one.params.items())
+    return (
+        _jaxpr.name_of(one) == _jaxpr.name_of(other)
+        and _types(one) == _types(other)
+        and all(x is y or x == y or not _is_plain(x, y) for x, y in params)
     )
 
 
-def _operations(program: Program) -> Iterator[JaxprEqn]:
-    """Yields all equations that are neither casts nor calls."""
-    for eqn in _jaxpr.equations(program):
-        if _jaxpr.name_of(eqn) not in _jaxpr.CALLS | {"convert_element_type", "copy"}:
-            yield eqn
-
-
-def _facts(eqn: JaxprEqn) -> tuple[Any, list[Any]]:
-    """Returns what an equation has in any dtype, and the numbers that it reads."""
+def _types(eqn: JaxprEqn) -> list[Any]:
+    """Returns shapes and dtypes of results, except that half precision is float32."""
     names = [*map(_jaxpr.dtype_name, eqn.outvars)]
-    types = ["float32" if is_half(name) else name for name in names]
-    numbers = {i: v.val for i, v in enumerate(eqn.invars) if _jaxpr.is_literal(v)}
-    params = {
-        name: value
-        for name, value in eqn.params.items()
-        if (leaves := jax.tree.leaves(value))
-        and all(isinstance(x, (int, str)) for x in leaves)
-    }
-    shapes = [*map(_jaxpr.shape, eqn.outvars)]
-    facts = _jaxpr.name_of(eqn), types, shapes, params, [*numbers]
-    return facts, [*numbers.values()]
+    if _jaxpr.name_of(eqn) != "nextafter":  # which reads bits
+        names = ["float32" if is_half(name) else name for name in names]
+    return [*names, *map(_jaxpr.shape, eqn.outvars)]
 
 
-def _is_one_number(wide: Any, given: Any) -> bool:
-    """Whether a number is another one, rounded, or they are one limit of two dtypes."""
-    x, y = _jaxpr.constant(wide), _jaxpr.constant(given)
-    if wide is given or x is None or y is None:
+def _is_plain(*params: Any) -> bool:
+    """Whether one of these parameters is made of numbers and names."""
+    leaves = map(jax.tree.leaves, params)
+    return any(each and all(isinstance(x, (int, str)) for x in each) for each in leaves)
+
+
+def _is_same(wide: Any, given: Any) -> bool:
+    """Whether operands are one, or one number, rounded or a limit of two dtypes."""
+    if not (isinstance(wide, _Number) and isinstance(given, _Number)):
+        return wide == given
+    (one,), (other,) = wide, given
+    if one is other:
         return True
-    dtype = jnp.result_type(given)
-    if not jnp.issubdtype(dtype, jnp.floating) or x.shape != y.shape:
+    x, y = _jaxpr.constant(one), _jaxpr.constant(other)
+    if x is None or y is None:  # a large array, or one that is not known
+        return isinstance(one, np.ndarray) and np.array_equal(one, other)
+    dtype = jnp.result_type(other)
+    if x.shape != y.shape or not jnp.issubdtype(dtype, jnp.floating):
         return np.array_equal(x, y)
     with np.errstate(over="ignore"):
-        pairs = [(x.astype(dtype).astype(y.dtype), y)]
-    for half, limit in itertools.product(("bfloat16", "float16"), ("max", "eps")):
-        one, other = (float(getattr(jnp.finfo(d), limit)) for d in ("float32", half))
-        pairs.append((x / one, y / other))
-    return any(np.allclose(*pair, 2.0**-7, 0, equal_nan=True) for pair in pairs)
+        rounded = ((x * factor).astype(dtype).astype(y.dtype) for factor in _factors())
+        return any(np.allclose(z, y, 2.0**-7, 0, equal_nan=True) for z in rounded)
+
+
+@functools.cache
+def _factors() -> list[float]:
+    """Returns 1, and limits of half-precision dtypes, each divided by float32's."""
+    dtypes = itertools.product(("bfloat16", "float16"), ("max", "eps"))
+    pairs = [(getattr(jnp.finfo(d), k), getattr(jnp.finfo("f4"), k)) for d, k in dtypes]
+    return [1.0, *(float(half) / float(wide) for half, wide in pairs)]
 
 
 def _loses_arrays(program: Any) -> bool:

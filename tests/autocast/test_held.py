@@ -283,6 +283,14 @@ BY_DTYPE = {
     "another result": lambda w: (w, w) if w.dtype == SCALE.dtype else w,
     "another tree": lambda w: {w.dtype.name: w},
     "another step": lambda w: w * (1 if w.dtype == jnp.float32 else 3),
+    "an array": lambda w: w * np.full((4, 4), w.itemsize),
+    "neighbors": lambda w: jnp.nextafter(w, jnp.ones_like(w)),
+    "an order": lambda w: jnp.subtract(*(w, w.T)[:: 3 - w.itemsize]),
+    "an order of results": lambda w: (jnp.sin(w), -w)[:: 3 - w.itemsize],
+    "an order of branches": lambda w: jax.lax.cond(
+        w[0, 0] > 9, *(jnp.sin, jnp.cos)[:: 3 - w.itemsize], w
+    ),
+    "whole": lambda w: w.astype("int32" if w.itemsize == 2 else w.dtype) + 8 * w,
     "noise": lambda w: w + jax.random.normal(jax.random.key(0), w.shape, w.dtype),
 }
 

@@ -198,7 +198,7 @@ def open_jaxpr(jaxpr: Program) -> tuple[Jaxpr, list[PyTree]]:
 
 def is_jaxpr(value: object) -> TypeGuard[Program]:
     """Whether a parameter of an equation is a jaxpr."""
-    return hasattr(getattr(value, "jaxpr", value), "eqns")
+    return isinstance(value, (Jaxpr, ClosedJaxpr))
 
 
 def is_no_sequence(value: object) -> bool:
@@ -209,6 +209,7 @@ def is_no_sequence(value: object) -> bool:
 # Under `JAX_REMAT3`, `JAX_CUSTOM_JVP3` and the like (jax 0.12) checkpoints, functions
 # with rules and scans are equations of one primitive. Its parameter is an object of
 # `jax.experimental.hijax`, whose class says which of these primitives it replaces.
+_BOX = "_prim"
 _REPLACED = {
     "RematTraced": "remat2",
     "CustomJVPTraced": "custom_jvp_call",
@@ -219,35 +220,43 @@ _REPLACED = {
 }
 
 
-def _box_of(eqn: JaxprEqn) -> Any:
-    """Returns the `HiPrim` that an equation calls, None if it calls none."""
-    return eqn.params.get("_prim")
-
-
 def name_of(eqn: JaxprEqn) -> str:
     """Returns the name of an equation's primitive, or of the one that it replaces."""
-    box, name = _box_of(eqn), eqn.primitive.name
-    return name if box is None else _REPLACED.get(type(box).__name__, name)
+    name = eqn.primitive.name
+    if _BOX not in eqn.params:
+        return name
+    return _REPLACED.get(type(eqn.params[_BOX]).__name__, name)
 
 
 def params_of(eqn: JaxprEqn) -> dict[str, Any]:
     """Returns the parameters of an equation, or of the object that it calls."""
-    box = _box_of(eqn)
-    return eqn.params if box is None else box.params
+    return eqn.params[_BOX].params if _BOX in eqn.params else eqn.params
 
 
 def has_effects(eqn: JaxprEqn) -> bool:
     """Whether an equation does more than to return results; `Scan3` does not say it."""
-    return bool(eqn.effects) or any(map(is_reference, variables(eqn.invars)))
+    if eqn.effects or _BOX not in eqn.params:
+        return bool(eqn.effects)
+    return any(map(is_reference, variables(eqn.invars)))
+
+
+# An object of hijax contains the result of `jax.jit(f).trace`.
+_TRACED = jax.stages.Traced
+_NESTING = tuple, list, Jaxpr, ClosedJaxpr, _TRACED
 
 
 def subjaxprs(eqn: JaxprEqn) -> list[Program]:
     """Returns all jaxprs among the parameters of an equation."""
-    values = jax.tree.leaves([*params_of(eqn).values()], is_leaf=is_no_sequence)
-    # An object of hijax contains the result of `jax.jit(f).trace`.
-    traced = jax.stages.Traced
-    opened = (x.jaxpr if isinstance(x, traced) else x for x in values)
-    return [*filter(is_jaxpr, opened)]
+    found: list[Program] = []
+    values = [*params_of(eqn).values()]
+    for value in values:  # it grows
+        if not isinstance(value, _NESTING):
+            continue
+        if isinstance(value, (tuple, list)):
+            values += value
+        else:
+            found.append(value.jaxpr if isinstance(value, _TRACED) else value)
+    return found
 
 
 def equations(jaxpr: Program) -> Iterator[JaxprEqn]:
@@ -358,8 +367,9 @@ class CustomRule(NamedTuple):
 def jvp_rule(eqn: JaxprEqn) -> CustomRule | None:
     """Returns the rule of a custom_jvp call; None if it cannot be read."""
     with contextlib.suppress(Exception):
-        if (box := _box_of(eqn)) is not None:
-            return CustomRule(_boxed_rule(box), [False] * len(eqn.outvars))
+        if _BOX in eqn.params:
+            rule = _boxed_rule(eqn.params[_BOX])
+            return CustomRule(rule, [False] * len(eqn.outvars))
         # JAX asks of each tangent whether it is zero; the rule is traced for no zeros.
         primals = len(eqn.invars) - eqn.params["num_consts"]
         traced = eqn.params["jvp_jaxpr_fun"].call_wrapped(*[False] * primals)

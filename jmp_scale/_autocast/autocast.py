@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from jax.typing import DTypeLike
 
 from .. import _jaxpr
@@ -142,7 +143,8 @@ def autocast(
             jaxpr, arrays, returned, _ = trace(fun, args, kwargs)
         if is_checked():
             return returned(in_float32(jaxpr, arrays))
-        notes = Notes(warned, is_unscaled=is_unscaled(jaxpr))
+        is_narrow = back == np.float16
+        notes = Notes(warned, lacks_scale=is_narrow and is_unscaled(jaxpr))
         cast = Interpreter(
             forward=forward,
             backward=back,

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -23,7 +22,8 @@ class Notes:
     """What one call of a program has found so far, nested programs included."""
 
     warned: set[str]  # of these there is no further warning
-    is_unscaled: bool = False  # whether no loss scale reaches its gradients
+    # Whether its gradients are float16 and no loss scale reaches them.
+    lacks_scale: bool = False
     any_half: bool = False  # whether a product became half precision
     found: set[str] = dataclasses.field(default_factory=set)  # names that match
     there: set[str] = dataclasses.field(default_factory=set)  # what could be named
@@ -79,7 +79,7 @@ class Casting:
 
     def note_derivative(self) -> None:
         """Warns once of float16 gradients that no loss scale reaches."""
-        if self.notes.is_unscaled and self.backward == jnp.float16:
+        if self.notes.lacks_scale:
             self.notes.warn_once(
                 "no loss scale",
                 "autocast: float16 gradients without a loss scale: small ones vanish. "

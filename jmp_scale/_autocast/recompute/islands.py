@@ -32,7 +32,7 @@ def reached_by(jaxpr: Jaxpr, inputs: Iterable[Var]) -> set[Var]:
 def read_by_derivative(island: Jaxpr, softmaxes: Collection[Var] = ()) -> list[Atom]:
     """Variables whose values the derivative reads, besides results of `softmaxes`."""
     active = reached_by(island, filter(_jaxpr.is_floating, island.invars))
-    exponents = softmaxes_of(island)
+    exponents = softmaxes_of(island) if softmaxes else {}
     wanted = {*variables(island.outvars)}.difference(softmaxes)
     wanted.update(exponents[v].exponents for v in softmaxes)
     found: list[Atom] = []

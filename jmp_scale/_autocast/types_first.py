@@ -20,7 +20,7 @@ from jax.core import Tracer
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
 from .. import _jaxpr
-from .._jaxpr import Program
+from .._jaxpr import Program, Var
 from .._policy import is_half
 from .._tree import is_inexact, split_arrays
 from .._types import Arrays, KeyPath, PyTree
@@ -195,7 +195,7 @@ def _operations(program: Program) -> list[_Operation]:
         known.update(zip(inner.constvars, map(_Number, constants), strict=True))
 
         def named(atoms: Iterable[_jaxpr.Atom]) -> list[Any]:
-            return [_Number(v.val) if _jaxpr.is_literal(v) else known[v] for v in atoms]
+            return [known[v] if isinstance(v, Var) else _Number(v.val) for v in atoms]
 
         for eqn in inner.eqns:
             read = results = named(eqn.invars)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 LEVELS = ("error", "warning", "note")  # the most severe first
 
@@ -41,16 +41,12 @@ class Finding(NamedTuple):
         return f"{line}\n  {self.cure}" if self.cure else line
 
 
-Told = tuple[str, str, Mapping[str, Any]]  # the rule's name, where, and its values
-
-
-def findings_of(rules: Mapping[str, Rule], told: Iterable[Told]) -> tuple[Finding, ...]:
-    """Returns the findings of a table of rules, in the order in which they are told."""
-    found = []
-    for name, where, values in told:
-        level, text, cure = (part.format_map(values) for part in rules[name])
-        found.append(Finding(name, level, where, text, cure))
-    return tuple(found)
+def finding(
+    rules: Mapping[str, Rule], name: str, where: str = "", /, **values: object
+) -> Finding:
+    """Returns what a row of a table says of a place, with these values."""
+    level, text, cure = (part.format_map(values) for part in rules[name])
+    return Finding(name, level, where, text, cure)
 
 
 def are_notes(findings: Iterable[Finding]) -> bool:

@@ -1,13 +1,13 @@
 """How a finding is made from a row of a table, and how it reads."""
 
-from jmp_scale.diagnostics._findings import Rule, are_notes, findings_of, summary_of
+from jmp_scale.diagnostics._findings import Rule, are_notes, finding, summary_of
 
 RULES = {
     "lost": Rule("{level}", "{count:,} entries are lost.", "Keep {dtype}: {{}}."),
     "slow": Rule("note", "It takes longer.", ""),
 }
 VALUES = {"level": "error", "count": 4096, "dtype": "float32"}
-LOST, SLOW = findings_of(RULES, [("lost", "a.py:3", VALUES), ("slow", "", {})])
+LOST, SLOW = finding(RULES, "lost", "a.py:3", **VALUES), finding(RULES, "slow")
 
 
 def test_a_finding_is_a_row_with_its_values_in_one_line_and_the_cure_on_the_next():

@@ -24,7 +24,7 @@ from .._backward import (
     refuse_autocast,
     start_of,
 )
-from .._findings import Finding, Rule, Told, are_notes, findings_of, summary_of
+from .._findings import Finding, Rule, are_notes, finding, summary_of
 from .._tables import leaf_name, percent, power, printed, table
 
 # Training tolerates an error of this share of a gradient's norm. Gradients of two
@@ -190,7 +190,7 @@ class GradientComparison(NamedTuple):
     @property
     def findings(self) -> tuple[Finding, ...]:
         """Why half precision is not precise enough, if it is not."""
-        return findings_of(RULES, _told(self))
+        return tuple(_told(self))
 
     @property
     def ok(self) -> bool:
@@ -393,7 +393,7 @@ def _limit(found: GradientComparison) -> float:
     return max(_BEARABLE, 2 * found.float32_error)
 
 
-def _told(found: GradientComparison) -> Iterator[Told]:
+def _told(found: GradientComparison) -> Iterator[Finding]:
     """Yields the first of what is at fault, and whether no loss scale works."""
     norms = [leaf.norm for leaf in found.leaves]
     lost = [leaf for leaf in found.leaves if leaf.is_lost]
@@ -409,10 +409,11 @@ def _told(found: GradientComparison) -> Iterator[Told]:
     first = next((rule for rule, is_fault in faults.items() if is_fault), None)
     if first is not None:
         where = leaf_name(lost[0].path) if first == "gradient lost" else ""
-        yield first, where, _values(found, lost)
+        yield finding(RULES, first, where, **_values(found, lost))
     if found.loss_scales and not found.window:
         low, high = found.loss_scales[0], found.loss_scales[-1]
-        yield "no loss scale works", "", {"low": power(low), "high": power(high)}
+        values = {"low": power(low), "high": power(high)}
+        yield finding(RULES, "no loss scale works", **values)
 
 
 def _values(

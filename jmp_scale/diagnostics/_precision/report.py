@@ -16,7 +16,7 @@ from ..._state import find_half_storage
 from ..._tree import is_array, split_arrays
 from ..._types import Function, PyTree
 from .._backward import Loss
-from .._findings import LEVELS, Finding, Told, are_notes, findings_of, summary_of
+from .._findings import LEVELS, Finding, are_notes, finding, summary_of
 from .._source import Place, begin_user_code, place_of_caller, place_of_function
 from .._tables import printed, table
 from .facts import Equation, SourceLine, flops, is_narrow, operand_dtypes
@@ -149,7 +149,7 @@ def precision_report(
         # autocast left products in float32 on purpose, so the user need not cast them.
         *(() if forward.autocasts else full_matmuls(backward.operations)),
     ]
-    findings = tuple(_one_per_line(findings_of(RULES, map(_told, found))))
+    findings = tuple(_one_per_line(map(_finding, found)))
     share = _half_share(operations)
     return PrecisionReport(findings, operations, share, _not_looked_into(forward))
 
@@ -209,12 +209,12 @@ def _overflowing_constants(forward: Walk, lines: list[SourceLine]) -> Iterator[F
             yield Fault("half-constant", Place(*line), False, values)
 
 
-def _told(fault: Fault) -> Told:
-    """Returns what the finding of a fault says; it names a library's line too."""
+def _finding(fault: Fault) -> Finding:
+    """Returns the finding of a fault, which names a library's line too."""
     place = fault.place
     library = f" (in {place.library})" if place.library else ""
     where = _location(place) + (_BACKWARD if fault.backward else "")
-    return fault.rule, where, {**fault.values, "library": library}
+    return finding(RULES, fault.rule, where, library=library, **fault.values)
 
 
 def _location(place: Place) -> str:

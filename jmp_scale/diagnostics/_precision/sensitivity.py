@@ -37,7 +37,7 @@ from .._backward import (
     refuse_autocast,
     start_of,
 )
-from .._findings import Finding, Rule, Told, are_notes, findings_of, summary_of
+from .._findings import Finding, Rule, are_notes, finding, summary_of
 from .._source import Place, begin_user_code, place_of
 from .._tables import percent, power, printed, table, with_progress
 from .comparison import (
@@ -181,8 +181,8 @@ def sensitive_products(
     start = start_of(function, loss_scale, {forward.name, back.name})
     probe = Probe(checked, forward, back, start)
     if not all_finite(probe.reference.backward):
-        broken = findings_of(RULES, [("float32 not finite", "", {})])
-        return SensitiveProducts((), (), 0.0, math.inf, math.inf, broken)
+        broken = finding(RULES, "float32 not finite")
+        return SensitiveProducts((), (), 0.0, math.inf, math.inf, (broken,))
     rows = [_row(probe, group) for group in with_progress(probe.groups, function)]
     whole = probe.compared(probe.groups, start)
     before = judged_error(whole)
@@ -195,12 +195,11 @@ def sensitive_products(
         options = f', backward="{back.name}"' if backward is not None else ""
         call = {"forward": forward.name, "options": options, "keep": keep}
         values = {"change": _change(before), "after": percent(after), **call}
-        told = [("not precise", ", ".join(keep), values)]
+        told = [finding(RULES, "not precise", ", ".join(keep), **values)]
         if not half and forward == "float16" and not math.isfinite(whole.half_loss):
-            told.append(("loss not finite", "", {}))
+            told.append(finding(RULES, "loss not finite"))
     share = sum(group.work for group in half) / max(probe.work, 1)
-    findings = findings_of(RULES, told)
-    return SensitiveProducts(tuple(rows), keep, share, before, after, findings)
+    return SensitiveProducts(tuple(rows), keep, share, before, after, tuple(told))
 
 
 def _row(probe: "Probe", group: "ProductGroup") -> SensitiveProduct:
@@ -377,7 +376,7 @@ def _required(
 
 def _other_faults(
     probe: Probe, whole: GradientComparison, start: Start, tolerance: float
-) -> Iterator[Told]:
+) -> Iterator[Finding]:
     """Yields what else than products is at fault: a rule in the loss, or S."""
     error, s = judged_error(whole), power(whole.loss_scale)
     if error <= tolerance:
@@ -385,14 +384,14 @@ def _other_faults(
     of_float32 = probe.error([])
     if tolerance < of_float32 < math.inf:
         errors = {"error": percent(error), "of_float32": percent(of_float32)}
-        yield "backward rule sees S", "", {"s": s, **errors}
+        yield finding(RULES, "backward rule sees S", s=s, **errors)
         return
     start = Start(2.0**24 if start.settles else 2.0**15, settles=True)
     found = probe.compared(probe.groups, start)
     there = judged_error(found)
     if there <= tolerance:
         other = {"other": power(found.loss_scale), "there": percent(there)}
-        yield "loss scale at fault", "", {"s": s, "change": _change(error), **other}
+        yield finding(RULES, "loss scale at fault", s=s, change=_change(error), **other)
 
 
 def _names(

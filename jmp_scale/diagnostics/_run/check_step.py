@@ -9,11 +9,11 @@ import jax
 from ..._tree import is_data, is_module
 from ..._types import Function, PyTree
 from ..._validation import require_callable
-from .._findings import Finding, are_notes, findings_of, summary_of
+from .._findings import Finding, are_notes, summary_of
 from .._tables import printed, with_progress
 from .step_base import base_of
 from .step_calls import Calls
-from .step_passes import OVER, PASSES, Findings, Found, Unchecked, found
+from .step_passes import OVER, PASSES, Findings
 from .step_rules import RULES
 
 
@@ -111,41 +111,39 @@ def check_step(
     told = [*_told(calls, _holder(step, (args, kwargs), calls.has_optimizer))]
     if calls.raised:
         count, first = len(calls.raised), calls.raised[0]
-        told.append(found("raised", count=count, calls=calls.count, first=first))
-    unchecked = tuple(each.what for each in told if isinstance(each, Unchecked))
-    findings = _findings([each for each in told if isinstance(each, Found)], calls)
-    return StepCheck(findings, unchecked, calls.count)
+        told += calls.found("raised", count=count, calls=calls.count, first=first)
+    unchecked = tuple(each for each in told if isinstance(each, str))
+    found = [each for each in told if isinstance(each, Finding)]
+    return StepCheck(_one_of_each_rule(found), unchecked, calls.count)
 
 
 def _told(calls: Calls, holder: object) -> Findings:
     """Yields what all passes find, up to one after which none can compare."""
     if not (calls.scales or calls.states):
-        yield found("no loss scale")
-        yield Unchecked("how the step scales: no argument is a loss scale")
+        yield from calls.found("no loss scale")
+        yield "how the step scales: no argument is a loss scale"
     if holder is not None:
-        yield found("state out of reach", what=f"A {type(holder).__name__}")
-        yield Unchecked("anything")
+        yield from calls.found("state out of reach", what=f"A {type(holder).__name__}")
+        yield "anything"
         return
     base = base_of(calls)
     for run_pass in with_progress(PASSES, "check_step"):
         for each in run_pass(base):
-            if each is OVER:
+            if each == OVER:
                 return
             yield each
 
 
-def _findings(told: Sequence[Found], calls: Calls) -> tuple[Finding, ...]:
+def _one_of_each_rule(found: Sequence[Finding]) -> tuple[Finding, ...]:
     """Returns one finding for each rule, with its first place, in the table's order."""
-    rows = []
-    for rule in RULES:
-        each = [one for one in told if one.rule == rule]
-        if each:
-            places = (one.where for one in each)
-            names = (p if isinstance(p, str) else calls.names[p] for p in places)
-            first, *others = dict.fromkeys(names)
-            where = f"{first} (and {len(others)} more)" if others else first
-            rows.append((rule, where, each[0].values))
-    return findings_of(RULES, rows)
+    places = {rule: [f.where for f in found if f.rule == rule] for rule in RULES}
+    firsts = {f.rule: f for f in reversed(found)}
+    shown = []
+    for rule in filter(firsts.get, RULES):
+        where, *others = dict.fromkeys(places[rule])
+        where += f" (and {len(others)} more)" if others else ""
+        shown.append(firsts[rule]._replace(where=where))
+    return tuple(shown)
 
 
 def _holder(step: Function, args: PyTree, has_optimizer: bool) -> object:

@@ -17,7 +17,7 @@ from ..._state import IS_CHECKED
 from ..._tree import is_array
 from ..._types import Arrays, Function, PyTree
 from .._backward import Backward, Loss, concrete_arrays
-from .._findings import Finding, Rule, are_notes, findings_of, summary_of
+from .._findings import Finding, Rule, are_notes, finding, summary_of
 from .._source import is_own_wrapper
 from .._tables import leaf_name, printed, said
 from .origins import origin_of
@@ -219,7 +219,7 @@ def _with_findings(found: Diagnosis, in_float32: bool) -> Diagnosis:
         "finite_at": found.finite_at_log2,
         "argument": found.nonfinite_argument,
     }
-    return found._replace(findings=findings_of(RULES, [(rule, where, values)]))
+    return found._replace(findings=(finding(RULES, rule, where, **values),))
 
 
 def _rule_of(found: Diagnosis) -> str:

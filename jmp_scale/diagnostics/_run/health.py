@@ -14,7 +14,7 @@ from ..._scaling.loss_scale import number_of
 from ..._state import LossScaleState
 from ..._tree import is_inexact
 from ..._types import PyTree
-from .._findings import Finding, Rule, Told, findings_of
+from .._findings import Finding, Rule, finding
 from .history import LossScaleHistory
 from .metrics import find_states
 
@@ -134,9 +134,8 @@ class HealthLog:
           ValueError: there is no such state in `opt_state`.
           TypeError: the state has a leading axis of replicas or of a `vmap`.
         """
-        told = _told(opt_state, history)
-        found = dict(zip(told, findings_of(RULES, told.values()), strict=True))
-        new = [finding for name, finding in found.items() if name not in self.rules]
+        found = _found(opt_state, history)
+        new = [each for name, each in found.items() if name not in self.rules]
         for name in sorted(self.rules - found.keys()):
             path, _, rule = name.rpartition(": ")
             new.append(Finding(rule, "note", path, f"over: {rule}.", ""))
@@ -144,24 +143,25 @@ class HealthLog:
         return new
 
 
-def _told(opt_state: PyTree, history: LossScaleHistory | None) -> dict[str, Told]:
-    """Returns what is told, by rule, after the path of the state if there are more."""
+def _found(opt_state: PyTree, history: LossScaleHistory | None) -> dict[str, Finding]:
+    """Returns findings by rule, after the path of the state if there are more."""
     states = find_states("HealthLog", opt_state)
-    steps, where, found = None, "", []
+    steps, where, told = None, "", []
     if history is not None and history.pushed > 0:
         steps = history.to_dict()
         where = f"steps {steps['step'][0]} to {steps['step'][-1]}"
-        found += [("", *trend) for trend in _trends(history, steps)]
+        told += [("", *trend) for trend in _trends(history, steps)]
     for path, state in states:
         # What is said of the last steps replaces the recorded rate.
         skips = _present(state, steps) or _frequent(steps)
         if skips:
-            found.append((path if states[1:] else "", *_caused(skips, opt_state)))
-    order, told = [*RULES], {}
-    for path, rule, values in sorted(found, key=lambda f: order.index(f[1])):
+            told.append((path if states[1:] else "", *_caused(skips, opt_state)))
+    order, found = [*RULES], {}
+    for path, rule, values in sorted(told, key=lambda each: order.index(each[1])):
         name = ": ".join(filter(None, (path, rule)))
-        told[name] = rule, ", ".join(filter(None, (path, where))), values
-    return told
+        place = ", ".join(filter(None, (path, where)))
+        found[name] = finding(RULES, rule, place, **values)
+    return found
 
 
 def _caused(skips: tuple[str, str], tree: PyTree) -> RuleAndValues:

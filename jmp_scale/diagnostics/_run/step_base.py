@@ -10,6 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from ..._tree import is_inexact
+from .._findings import Finding
 from .step_calls import FAR, Calls, Run
 from .step_leaves import Named, Path, host, sampled
 from .step_powers import Row
@@ -38,6 +39,10 @@ class Base:
     @property
     def calls(self) -> Calls:
         return self.run.calls
+
+    @property
+    def found(self) -> Callable[..., Iterator[Finding]]:
+        return self.calls.found
 
     def call(
         self,

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeGuard
 
 import jax
@@ -21,6 +21,7 @@ from ..._state import (
 )
 from ..._tree import find_nodes, is_data, is_inexact, is_module
 from ..._types import Function, PyTree
+from .._findings import Finding, finding
 from .._tables import said
 from .step_leaves import (
     Named,
@@ -36,6 +37,7 @@ from .step_leaves import (
     path_of,
     sampled,
 )
+from .step_rules import RULES
 
 FAR = -(10**6)  # at this counter S does not grow, and a reset is recognized
 _ON_PURPOSE = ArithmeticError, AssertionError, ValueError
@@ -208,6 +210,15 @@ class Calls:
                 copies[key] += 1
         return new
 
+    def found(
+        self, rule: str, places: Iterable[Path] = ((),), **values: object
+    ) -> Iterator[Finding]:
+        """Yields the finding of a rule at each of these leaves or results."""
+        for place in places:
+            name = [*place[:1], *(f"[{key}]" for key in place[1:])]
+            where = self.names.get(place, "".join(name))
+            yield finding(RULES, rule, where, **values)
+
     @property
     def flags(self) -> list[Path]:
         """Returns the counters of skipped steps."""
@@ -256,16 +267,16 @@ class Calls:
             return None
         return Run(self, before, *self._after(before, args, out))
 
-    def has_float16(self, run: Run, in_float32: bool) -> bool | None:
-        """Whether a trace of a run's step has float16 in it; None without a trace."""
+    def has_float16(self, run: Run, in_float32: bool) -> bool:
+        """Whether the step can be traced, and has float16 in it."""
         if not hasattr(self._step, "lower"):
-            return None  # Python on the host, which may write to objects
+            return False  # Python on the host, which may write to objects
         args, keywords = self.arguments(run.before)
         try:
             with IS_CHECKED(in_float32):
                 program = jax.make_jaxpr(self._step)(*args, **keywords)
         except Exception:  # it takes what is not an array
-            return None
+            return False
         atoms = (v for eqn in equations(program) for v in eqn.outvars)
         return any(dtype_name(v) == "float16" for v in atoms)
 

@@ -8,7 +8,6 @@ changes nothing and reads no other pass's findings.
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +15,7 @@ import numpy as np
 from ..._state import OVERFLOWS
 from ..._tree import is_inexact
 from ..._types import PyTree
+from .._findings import Finding
 from .step_base import NOISE, Base, is_other
 from .step_calls import Change, Run
 from .step_leaves import Named, Path, copies_of, has_moved, host, seem_to_come_back
@@ -26,26 +26,8 @@ _GROWS = 2**30  # a counter at which S grows, whatever its period
 _SPIKE = {"accepted": 2**29, "norm_steps": 2**29, "norm_mean": -1e3, "in_a_row": 0}
 
 
-class Found(NamedTuple):
-    """A rule of the table, the leaf or result, and values in the rule's text."""
-
-    rule: str
-    where: Path | str
-    values: dict[str, Any]
-
-
-class Unchecked(NamedTuple):
-    """A question that the calls could not answer."""
-
-    what: str
-
-
-OVER = Unchecked("")
-Findings = Iterator[Found | Unchecked]
-
-
-def found(rule: str, where: Path | str = "", **values: Any) -> Found:
-    return Found(rule, where, values)
+Findings = Iterator[Finding | str]
+OVER = ""
 
 
 # The first steps.
@@ -55,13 +37,13 @@ def is_applied(base: Base) -> Findings:
     """Checks that a step at a small S is applied, and that its state comes back."""
     first, calls = base.first, base.calls
     if lost := [path for path in calls.flags if path not in first.after]:
-        yield from (found("not returned", path) for path in lost)
+        yield from base.found("not returned", lost)
     elif first.is_applied:
         return
     elif first.skipped or not calls.states:
         yield from _not_applied(base)
     else:  # no step was skipped, but the counter started over, and so did S
-        yield from (found("S never adjusted", place) for place in calls.places_of_s)
+        yield from base.found("S never adjusted", calls.places_of_s)
     yield OVER
 
 
@@ -69,9 +51,9 @@ def _not_applied(base: Base) -> Findings:
     """Finds NaN in the arguments of a step that is skipped at each S."""
     floats = {path: x for path, x in base.calls.start.items() if is_inexact(x)}
     broken = [path for path, x in floats.items() if np.isnan(host(x)).any()]
-    yield from (found("NaN goes in", path) for path in broken)
+    yield from base.found("NaN goes in", broken)
     if not broken:
-        yield found("not applied", s=f"{base.s:g}")
+        yield from base.found("not applied", s=f"{base.s:g}")
 
 
 def constant_s(base: Base) -> Findings:
@@ -79,7 +61,7 @@ def constant_s(base: Base) -> Findings:
     for s in base.calls.fixed:
         run = base.call(f"S = {s:g}", s=s)
         if run is not None and run.skipped:
-            yield found("not applied", s=f"{s:g}")
+            yield from base.found("not applied", s=f"{s:g}")
 
 
 def arrays_without_names(base: Base) -> Findings:
@@ -89,7 +71,7 @@ def arrays_without_names(base: Base) -> Findings:
     left = {p: x for p, x in left.items() if p not in first.after}
     for path in seem_to_come_back(left, first.results):
         what = f"{base.calls.labels[int(path[0])]}: arrays without names, which seem to"
-        yield Unchecked(f"{what} come back; pass carried=[{path[0]}]")
+        yield f"{what} come back; pass carried=[{path[0]}]"
 
 
 def half_results(base: Base) -> Findings:
@@ -98,13 +80,13 @@ def half_results(base: Base) -> Findings:
         old, dtype = jnp.result_type(base.calls.start[path]), jnp.result_type(new)
         if is_inexact(new) and old.itemsize > dtype.itemsize < 4:
             names = {"old": str(old), "new": str(dtype)}
-            yield found("comes back in half precision", path, **names)
+            yield from base.found("comes back in half precision", [path], **names)
 
 
 def adjusts_s(base: Base) -> Findings:
     for scale, counted in base.run.counted.items():
         if counted != "finite" and base.calls.adjusts:
-            yield found("S never adjusted", (*scale, "loss_scale"))
+            yield from base.found("S never adjusted", [(*scale, "loss_scale")])
 
 
 def changes_something(base: Base) -> Findings:
@@ -114,9 +96,9 @@ def changes_something(base: Base) -> Findings:
     # A window of MultiSteps may be longer.
     in_window = any(path[-1] == "mini_step" for path in changed)
     if not (weights or changed):
-        yield found("nothing comes back")
+        yield from base.found("nothing comes back")
     elif weights and changed.isdisjoint(weights) and not in_window:
-        yield found("nothing learned", weights[0], calls=base.calls.count)
+        yield from base.found("nothing learned", [weights[0]], calls=base.calls.count)
     if not changed:
         yield OVER
 
@@ -125,7 +107,7 @@ def guards_see_losses(base: Base) -> Findings:
     for guard in [(*state, "guard") for state in base.calls.states]:
         sees_loss = base.last.moved((*guard, "loss_steps"))
         if base.last.moved((*guard, "norm_steps")) and not sees_loss:
-            yield found("guard without a loss", (*guard, "loss_steps"))
+            yield from base.found("guard without a loss", [(*guard, "loss_steps")])
 
 
 def replicas_agree(base: Base) -> Findings:
@@ -136,7 +118,7 @@ def replicas_agree(base: Base) -> Findings:
     is_mapped = is_mapped and any((x != x.flat[0]).any() for x in rows)
     for path in last.changes:
         if path in base.calls.in_optimizers and _disagree(last.after[path], is_mapped):
-            yield found("replicas diverge", path)
+            yield from base.found("replicas diverge", [path])
 
 
 def _disagree(leaf: PyTree, is_mapped: bool = False) -> bool:
@@ -150,11 +132,11 @@ def is_comparable(base: Base) -> Findings:
     """Checks that the first steps stay finite, and that equal calls are equal."""
     broken = [*base.first.broken, *base.last.broken]
     if broken:
-        yield from (found("update not finite", path) for path in broken)
+        yield from base.found("update not finite", broken)
         yield OVER
     again = base.call("the same again")
     if again is not None and is_other(again, base.run, base.run.learning):
-        yield found("not repeatable")
+        yield from base.found("not repeatable")
         yield OVER
 
 
@@ -164,9 +146,9 @@ def is_comparable(base: Base) -> Findings:
 def has_gradients(base: Base) -> Findings:
     run, scales = base.exact.run, base.calls.scales
     if scales and not run.floats:
-        yield found("nothing comes back")
+        yield from base.found("nothing comes back")
     elif scales and not any(map(run.moved, run.floats)):
-        yield found("gradients of zero")
+        yield from base.found("gradients of zero")
 
 
 def unscaled_once(base: Base) -> Findings:
@@ -180,7 +162,7 @@ def unscaled_once(base: Base) -> Findings:
         rule, told = "clipped while scaled", clipped
     else:
         rule, told = "unscaled twice", rows
-    yield from (found(rule, path) for path in told)
+    yield from base.found(rule, told)
 
 
 def _telling(base: Base) -> dict[Path, Row]:
@@ -189,9 +171,9 @@ def _telling(base: Base) -> dict[Path, Row]:
     Moments are sums of gradients. If these grow, Adam's updates hardly do, and seem to
     fall: so weights are asked only if no moment moves.
     """
-    changing, moments = base.several_s.changing, base.calls.in_optimizers
-    is_asked = {path: path in moments or not base.exact.run.moving for path in changing}
-    return {path: row for path, row in changing.items() if is_asked[path]}
+    changing, moving = base.several_s.changing, base.exact.run.moving
+    moments = base.calls.in_optimizers if moving else changing
+    return {path: row for path, row in changing.items() if path in moments}
 
 
 def _is_clipped_unscaled(base: Base, paths: list[Path]) -> bool:
@@ -216,8 +198,7 @@ def _is_clipped_unscaled(base: Base, paths: list[Path]) -> bool:
 
 def reported_unscaled(base: Base) -> Findings:
     """Checks what is reported and not named scaled, and the loss that a guard sees."""
-    calls = base.calls
-    means = [(*state, "guard", "loss_mean") for state in calls.states]
+    means = [(*state, "guard", "loss_mean") for state in base.calls.states]
 
     def reports(run: Run) -> Named:
         results = {("result", *path): x for path, x in run.results.items()}
@@ -226,12 +207,9 @@ def reported_unscaled(base: Base) -> Findings:
     rows = base.several_s.rows(reports)
     if not _telling(base):  # a mean that a step carries
         rows |= base.several_s.changing
-    for path in [path for path, row in rows.items() if row.direction]:
-        if path in means or "scale" not in "".join(path).lower():
-            where = "".join(f"[{key}]" for key in path[1:])
-            yield found(
-                "reported scaled", path if path in calls.names else f"result{where}"
-            )
+    scaled = [path for path, row in rows.items() if row.direction]
+    on_purpose = [p for p in scaled if "scale" in "".join(p).lower() and p not in means]
+    yield from base.found("reported scaled", [p for p in scaled if p not in on_purpose])
 
 
 def unscaled_by_its_own_s(base: Base) -> Findings:
@@ -242,7 +220,7 @@ def unscaled_by_its_own_s(base: Base) -> Findings:
         return
     for path in old.learning:
         if is_other(new, old, [path]) and (old.moving or _is_halved(new, old, path)):
-            yield found("unscaled by the next S", path)
+            yield from base.found("unscaled by the next S", [path])
 
 
 def _is_halved(new: Run, old: Run, path: Path) -> bool:
@@ -264,10 +242,10 @@ def overflow_is_skipped(base: Base) -> Findings:
     if not base.several_s.is_exact:
         pairs += [*itertools.pairwise(base.several_s.runs.values())][-1:]
     if any(_is_hidden(*pair) for pair in pairs):
-        yield found("overflow hidden")
+        yield from base.found("overflow hidden")
     elif run is not None:
         alone = [path for path in base.calls.flags if _disagree(run.after[path])]
-        yield from (found("skipped alone", path) for path in alone)
+        yield from base.found("skipped alone", alone)
 
 
 def _is_hidden(usual: Run, run: Run | None) -> bool:
@@ -286,7 +264,7 @@ def reads_its_parameters(base: Base) -> Findings:
     if later is not base and losses and run.moving and stay:
         other = later.with_other_weights(later.s)
         if other is not None and not is_other(other, run, run.moving):
-            yield found("captured parameters", run.weights[0])
+            yield from base.found("captured parameters", [run.weights[0]])
 
 
 def infinite_s(base: Base) -> Findings:
@@ -308,9 +286,9 @@ def _of_one_scale(base: Base, run: Run, scale: Path) -> Findings:
     if counted == "overflow" and scale[:-1] in run.skipped:
         adjusted = base.run.change((*scale, "counter")).step
         if (adjusted > run.change((*scale[:-1], "skipped")).step).any():
-            yield found("S adjusted twice", place)
+            yield from base.found("S adjusted twice", [place])
     elif counted == "finite" and run.skipped:
-        yield found("S not used", place)
+        yield from base.found("S not used", [place])
     elif counted != "overflow" and not run.skipped:
         yield from _not_skipped(base, run, scale)
 
@@ -323,13 +301,13 @@ def _not_skipped(base: Base, run: Run, scale: Path) -> Findings:
     if not any(map(usual.moved, usual.floats)):
         return  # gradients of zero
     if run.counted[scale] == "kept" and usual.counted[scale] == "finite":
-        yield found("state put back", place)
+        yield from base.found("state put back", [place])
     elif run.broken:
         yield from _left_finite(base, run)
     elif all(change.is_as(usual.changes[path]) for path, change in run.changes.items()):
-        yield found("S not used", place)
+        yield from base.found("S not used", [place])
     elif base.calls.adjusts:
-        yield found("overflow hidden", place)
+        yield from base.found("overflow hidden", [place])
 
 
 def _of_all_scales(base: Base, run: Run) -> Findings:
@@ -345,7 +323,7 @@ def _left_finite(base: Base, run: Run) -> Findings:
     last = base.window_after(run) if run.broken else run
     for path in run.broken:
         if not np.isfinite(host(last.after[path])).all():
-            yield found("NaN stays", path)
+            yield from base.found("NaN stays", [path])
 
 
 def _left_unchanged(base: Base, run: Run, again: Run | None = None) -> Findings:
@@ -355,7 +333,8 @@ def _left_unchanged(base: Base, run: Run, again: Run | None = None) -> Findings:
     for path, change in run.changes.items():
         if change.ndim and change.stays_finite and not _is_usual(base, path, change):
             is_copy = again is not None and not again.moved(path)
-            yield found("put back" if is_copy else "changed on a skip", path)
+            rule = "put back" if is_copy else "changed on a skip"
+            yield from base.found(rule, [path])
 
 
 def _is_usual(base: Base, path: Path, change: Change) -> bool:
@@ -384,7 +363,7 @@ def nan_in_batch(base: Base) -> Findings:
         if run is not None and not base.later.run.is_alike(run):
             yield from _after_nan(base.later, run)
             return
-    yield Unchecked("a NaN: no argument was found that makes the loss NaN")
+    yield "a NaN: no argument was found that makes the loss NaN"
 
 
 def _batches_with_nan(base: Base) -> list[dict[Path, np.ndarray]]:

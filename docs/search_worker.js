@@ -12,9 +12,9 @@ const EXCERPT = 200
 // Words of questions that say nothing about the answer.
 const STOP = new Set(`a about after all already also am an and any are as at be been
   before but by can could did do does doing for from get gets go got had has have how i
-  if in into is it its jax jnp just lax like make many me much my need needs no not of on
-  or other our out over see should so some than that the their them then there these
-  they this to too use used uses using want was we were what when where which while who
+  if in into is it its jax jnp just lax library like make many me much my need needs no not
+  of on once or other our out over see should so some than that the their them then there
+  these they this to too use used uses using want was we were what when where which while who
   why will with without work works would you your`.split(/\s+/))
 
 // Words of nearly every page and question here, which say little.

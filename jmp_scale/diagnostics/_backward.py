@@ -99,8 +99,12 @@ def _value_and_grad_of_arrays(
 
     def value_and_grad(*args: PyTree) -> PyTree:
         def of_arrays(*arrays: PyTree) -> PyTree:
-            return fun(*jax.tree.map(_either, arrays, args, is_leaf=_is_none))
+            both = jax.tree.map(
+                lambda x, y: y if x is None else x, arrays, args, **none
+            )
+            return fun(*both)
 
+        none = {"is_leaf": lambda x: x is None}
         arrays = jax.tree.map(lambda x: x if _is_inexact_array(x) else None, args)
         return jax.value_and_grad(of_arrays, argnums, has_aux)(*arrays)
 
@@ -114,14 +118,6 @@ def _is_inexact_array(leaf: PyTree) -> bool:
 def _is_of_equinox(x: object) -> bool:
     """Whether an object is a module of Equinox, whose Python floats are fixed."""
     return any(c.__module__.startswith("equinox.") for c in type(x).__mro__)
-
-
-def _is_none(x: object) -> bool:
-    return x is None
-
-
-def _either(x: PyTree, otherwise: PyTree) -> PyTree:
-    return otherwise if x is None else x
 
 
 class Start(NamedTuple):

@@ -32,6 +32,10 @@ class Place(NamedTuple):
     # The line of a library, such as "flax/nnx/x.py:12"; "" for JAX.
     library: str = ""
 
+    @property
+    def where(self) -> str:
+        return f"{self.file}:{self.line}" if self.file else ""
+
 
 def begin_user_code(fun: Function, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
     """Calls `fun`; frames outside of this call are not part of the traced program."""

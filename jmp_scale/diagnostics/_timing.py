@@ -102,11 +102,17 @@ def compare(
     _LOG.info("%s: %d programs in turn, %.0f s", title, len(samples), seconds)
     times = _times(samples, seconds, rows)
     for name, own in times.items():
-        _add_times(rows[name], own, flops)
+        row, median = rows[name], statistics.median(own)
+        row.milliseconds = 1000 * median
+        row.spread = 1000 * min(own), 1000 * max(own)
+        row.teraflops = flops / median / 1e12 if flops else None
         if name != base and base in times:
             pairs = zip(times[base], own, strict=True)
-            rows[name].gain = Ratio.of([a / b for a, b in pairs])
-    return Comparison(title, tuple(rows.values()), _believable(rows, base))
+            row.gain = Ratio.of([a / b for a, b in pairs])
+    *_, control = rows.values()
+    noise = control.gain if control.program == base + CONTROL else None
+    believable = max(noise.high, 1 / noise.low) if noise else None
+    return Comparison(title, tuple(rows.values()), believable)
 
 
 def _compiled(
@@ -140,27 +146,14 @@ def _compiled(
     return samples
 
 
-def _add_times(row: Row, seconds: Sequence[float], flops: float | None) -> None:
-    median = statistics.median(seconds)
-    row.milliseconds = 1000 * median
-    row.spread = 1000 * min(seconds), 1000 * max(seconds)
-    if flops is not None:
-        row.teraflops = flops / median / 1e12
-
-
-def _believable(rows: Mapping[str, Row], base: str) -> float | None:
-    control = rows.get(base + CONTROL)
-    noise = control.gain if control else None
-    return max(noise.high, 1 / noise.low) if noise else None
-
-
 def markdown(comparison: Comparison) -> str:
     """Formats a Markdown table, whose columns are aligned for a terminal too."""
-    rows, base = comparison.rows, comparison.rows[0]
+    base, *others = rows = comparison.rows
+    gains = [str(row.gain or row.note or "-") for row in others]
     columns = {
         comparison.title: [row.program for row in rows],
         "ms": _cells(rows, "milliseconds", ".3g"),
-        "times as fast": [base.note or "1", *map(_gain_cell, rows[1:])],
+        "times as fast": [base.note or "1", *gains],
         "MiB per device": _cells(rows, "mebibytes", ".1f"),
         "gradient off by": _cells(rows, "error", ".2%"),
         "TFLOP/s": _cells(rows, "teraflops", ".3g"),
@@ -171,10 +164,6 @@ def markdown(comparison: Comparison) -> str:
         noise = f"Believe no gain below {comparison.believable:.2f}: "
         lines += ["", f"{noise}{base.program} beside itself differs by as much."]
     return "\n".join(lines)
-
-
-def _gain_cell(row: Row) -> str:
-    return str(row.gain or row.note or "-")
 
 
 def _cells(rows: Sequence[Row], figure: str, form: str) -> list[str]:

@@ -32,7 +32,6 @@ from ..._types import Function
 from .._source import Place
 
 SourceLine = tuple[str | None, int | None]
-INF = math.inf
 DISTINCT_INTEGERS = {"float16": 2048, "bfloat16": 256}
 _MOST_OF_A_MASK = 8
 _NUMBERS = ("float", "bfloat", "int", "uint")
@@ -72,8 +71,8 @@ _KEEP_SUMS = words("add add_any convert_element_type div max min mul sub")
 class Bounds(NamedTuple):
     """Numbers between which all elements of an array are."""
 
-    low: float = -INF
-    high: float = INF
+    low: float = -math.inf
+    high: float = math.inf
 
     @property
     def magnitude(self) -> float:
@@ -326,7 +325,7 @@ def _image(
         return None
     operands = ([number] if f is arrays[0] else [f.bounds.low] for f in ins)
     found = _results(fun, equation.eqn.outvars[0], operands)
-    return float(min(found, default=INF))
+    return float(min(found, default=math.inf))
 
 
 def _constant(equation: Equation, bounds: Bounds) -> float:

@@ -16,15 +16,14 @@ from ..._state import find_half_storage
 from ..._tree import is_array, split_arrays
 from ..._types import Function, PyTree
 from .._backward import Loss
-from .._findings import LEVELS, Finding, are_notes, finding, summary_of
+from .._findings import LEVELS, Finding, are_notes, summary_of
 from .._source import Place, begin_user_code, place_of_caller, place_of_function
 from .._tables import printed, table
 from .facts import Equation, SourceLine, flops, is_narrow, operand_dtypes
-from .rules import RULES, Fault, full_matmuls, largest_instead
+from .rules import BACKWARD, LARGEST, found_at, full_matmuls
 from .walk import Walk
 
 _REPORTS = itertools.count()
-_BACKWARD = " (backward)"
 
 
 class Operation(NamedTuple):
@@ -140,17 +139,19 @@ def precision_report(
     operations = _operations(backward.operations)
     keeps_digits = find_half_storage((args, opt_state))
     place = place_of_function(fun, caller)
+    dtype = str(getattr(loss, "dtype", ""))  # Python numbers have no dtype
     found = [
         *(() if keeps_digits else _half_parameters(gradients, place)),
         *_overflowing_constants(forward, infinite),
         *forward.found,
-        *_half_loss(loss, place),
+        *([found_at("half-loss", place, dtype=dtype)] if is_half(dtype) else ()),
         *backward.found,
         # autocast left products in float32 on purpose, so the user need not cast them.
         *(() if forward.autocasts else full_matmuls(backward.operations)),
     ]
-    findings = tuple(_one_per_line(map(_finding, found)))
-    share = _half_share(operations)
+    findings = tuple(_one_per_line(found))
+    half = sum(row.flops for row in operations if is_narrow(row.dtype))
+    share = half / max(sum(row.flops for row in operations), 1)
     return PrecisionReport(findings, operations, share, _not_looked_into(forward))
 
 
@@ -180,7 +181,7 @@ def _noting_lost_constants() -> Iterator[tuple[list[SourceLine], list[SourceLine
         yield lines["overflow"], lines["underflow"]
 
 
-def _half_parameters(gradients: PyTree, place: Place) -> Iterator[Fault]:
+def _half_parameters(gradients: PyTree, place: Place) -> Iterator[Finding]:
     """Finds parameters in half precision, by the dtypes of their gradients."""
     pairs = jax.tree.leaves_with_path(gradients)
     halves = [(path, leaf) for path, leaf in pairs if is_half(str(leaf.dtype))]
@@ -188,47 +189,23 @@ def _half_parameters(gradients: PyTree, place: Place) -> Iterator[Fault]:
         path, dtype = jax.tree_util.keystr(halves[0][0]), str(halves[0][1].dtype)
         count = f"{len(halves)} arrays" if halves[1:] else "an array"
         first = f", {path}" if path else ""
-        values = {"dtype": dtype, "count": count, "first": first}
-        yield Fault("half-parameters", place, False, values)
+        names = {"dtype": dtype, "count": count, "first": first}
+        yield found_at("half-parameters", place, **names)
 
 
-def _half_loss(loss: PyTree, place: Place) -> Iterator[Fault]:
-    """Finds a loss in half precision."""
-    dtype = str(getattr(loss, "dtype", ""))  # Python numbers have no dtype
-    if is_half(dtype):
-        yield Fault("half-loss", place, False, {"dtype": dtype})
-
-
-def _overflowing_constants(forward: Walk, lines: list[SourceLine]) -> Iterator[Fault]:
+def _overflowing_constants(forward: Walk, lines: list[SourceLine]) -> Iterator[Finding]:
     """Finds constants that were already infinite when they entered the trace."""
     # The trace says where such a constant is used, if at all, not where it is created.
     for dtype in sorted(forward.infinite):
-        values = {"what": "A constant", "held": "infinite", "dtype": dtype}
-        values["cure"] = largest_instead(dtype)
+        names = {"what": "A constant", "held": "infinite", "dtype": dtype}
         for line in filter(any, lines):
-            yield Fault("half-constant", Place(*line), False, values)
-
-
-def _finding(fault: Fault) -> Finding:
-    """Returns the finding of a fault, which names a library's line too."""
-    place = fault.place
-    library = f" (in {place.library})" if place.library else ""
-    where = _location(place) + (_BACKWARD if fault.backward else "")
-    return finding(RULES, fault.rule, where, library=library, **fault.values)
-
-
-def _location(place: Place) -> str:
-    return f"{place.file}:{place.line}" if place.file else ""
-
-
-def _half_share(operations: Iterable[Operation]) -> float:
-    half = sum(row.flops for row in operations if is_narrow(row.dtype))
-    return half / max(sum(row.flops for row in operations), 1)
+            cure = LARGEST.format(dtype)
+            yield found_at("half-constant", Place(*line), cure=cure, **names)
 
 
 def _not_looked_into(forward: Walk) -> tuple[tuple[str, str], ...]:
     """Returns names and lines of operations whose inside is not known."""
-    pairs = [(e.name, _location(e.place())) for e in forward.unread]
+    pairs = [(e.name, e.place().where) for e in forward.unread]
     known = {(name, line or "an unknown line"): None for name, line in pairs}
     return tuple(pair for pair in known if "debug" not in pair[0])
 
@@ -250,7 +227,7 @@ def _one_per_line(found: Iterable[Finding]) -> Iterator[Finding]:
     """Yields the worst finding of each line and rule, in the order of the first."""
     groups: dict[object, list[Finding]] = {}
     for f in found:
-        line = f.where.removesuffix(_BACKWARD)
+        line = f.where.removesuffix(BACKWARD)
         groups.setdefault((line, f.rule), []).append(f)
     for group in groups.values():
         worst = min(group, key=lambda f: LEVELS.index(f.level))

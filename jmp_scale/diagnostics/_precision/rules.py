@@ -6,14 +6,14 @@ docs/precision.md has programs that break them, and cured ones.
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.extend.core import Var
 
 from ..._autocast.products import stays_float32
 from ..._jaxpr import Loop, dtype_name, shape, words
 from ..._policy import is_half
-from .._findings import Rule
+from .._findings import Finding, Rule, finding
 from .._source import Place
 from . import facts
 from .facts import Equation, Fact, Growth
@@ -96,53 +96,45 @@ _NOT_ZERO = {"div": 1, "rsqrt": 0, "log": 0, "sqrt": 0}  # positions of operands
 _FIRST_INDEX = {"dynamic_slice": 1, "dynamic_update_slice": 2}
 _LONG_BACKWARD_LOOP = 64
 
+LARGEST = "Use jnp.finfo({}).min or .max"  # in place of what becomes infinite
+BACKWARD = " (backward)"  # after the line of what is wrong in the backward pass alone
 Values = dict[str, Any]  # for the text of a rule
 
 
-class Fault(NamedTuple):
-    """A rule that is broken at a line, with the values of its text."""
-
-    rule: str
-    place: Place
-    backward: bool
-    values: Values
+def found_at(rule: str, place: Place, **values: object) -> Finding:
+    """Returns the finding of a rule at a line, which names a library's line too."""
+    library = f" (in {place.library})" if place.library else ""
+    return finding(RULES, rule, place.where, library=library, **values)
 
 
-def faults(equation: Equation) -> Iterator[Fault]:
+def findings_of(equation: Equation) -> Iterator[Finding]:
     """Applies all rules of one operation to an equation."""
     # Transposing creates no square and no exp; a user's backward rule may.
     for rule, check in (_BACKWARD if equation.backward else _FORWARD).items():
         for values in check(equation):
-            yield _fault(equation, rule, **values)
+            yield _found(equation, rule, **values)
 
 
-def _fault(equation: Equation, rule: str, **values: object) -> Fault:
-    given = {"dtype": equation.result, **values}
-    return Fault(rule, equation.place(), equation.backward, given)
+def _found(equation: Equation, rule: str, **values: object) -> Finding:
+    found = found_at(rule, equation.place(), **{"dtype": equation.result, **values})
+    return found._replace(where=found.where + BACKWARD * equation.backward)
 
 
 def _half_sum(equation: Equation) -> Iterator[Values]:
     count, narrows, dtype = _count_in_half(equation), equation.narrows, equation.result
     if count < _LONG or not is_half(dtype):
         return
-    how, also = ("accumulates", " and drops small terms")
+    how, harm = "accumulates", f"{_HARM[dtype]} and drops small terms"
     if narrows:
-        how, also = "comes back", ""
-    level = "warning"
-    if count >= FLOAT16_MAX and (dtype == "float16" or not narrows):
-        level = "error"
+        how, harm = "comes back", _HARM[dtype]
+    is_error = count >= FLOAT16_MAX and (dtype == "float16" or not narrows)
+    level = "error" if is_error else "warning"
     cure = "Sum with dtype=jnp.float32, and keep the result in float32."
     if equation.backward:
         cure = "Broadcast the smaller operand in float32, then cast it."
         if equation.place().library:  # whose code a user cannot change
             level = "note"
-    yield {
-        "level": level,
-        "count": count,
-        "how": how,
-        "harm": _HARM[dtype] + also,
-        "cure": cure,
-    }
+    yield {"level": level, "count": count, "how": how, "harm": harm, "cure": cure}
 
 
 def _count_in_half(equation: Equation) -> float:
@@ -152,12 +144,9 @@ def _count_in_half(equation: Equation) -> float:
         return 0 if equation.backward else equation.ins[0].summed
     if not is_half(equation.source):
         return 0
-    adds_two = equation.name == "add"
-    return (
-        facts.summed_in_half(*equation.ins)
-        if adds_two
-        else facts.entries_added(equation.eqn)
-    )
+    if equation.name == "add":
+        return facts.summed_in_half(*equation.ins)
+    return facts.entries_added(equation.eqn)
 
 
 def _half_collective(equation: Equation) -> Iterator[Values]:
@@ -259,19 +248,10 @@ def _half_constant(equation: Equation) -> Iterator[Values]:
         return
     constant = equation.ins[0].constant
     if facts.is_lost(constant, dtype):
-        held, cure = facts.rounded(constant, dtype), largest_instead(dtype)
-        if held == 0:
-            cure = "Use a constant of at least 1e-4"
-        yield {
-            "what": f"The constant {constant:.6g}",
-            "held": f"{held:g}",
-            "cure": cure,
-        }
-
-
-def largest_instead(dtype: str) -> str:
-    """Returns the first cure of a constant that becomes infinite."""
-    return f"Use jnp.finfo({dtype}).min or .max"
+        held, cure = facts.rounded(constant, dtype), LARGEST.format(dtype)
+        cure = cure if held else "Use a constant of at least 1e-4"
+        what = f"The constant {constant:.6g}"
+        yield {"what": what, "held": f"{held:g}", "cure": cure}
 
 
 def _half_division(equation: Equation) -> Iterator[Values]:
@@ -300,7 +280,7 @@ _FORWARD = _BACKWARD | {
 
 def half_carry(
     carry: Var, growth: Growth, loop: Loop, backward: bool
-) -> Iterator[Fault]:
+) -> Iterator[Finding]:
     """Finds a carry of a loop that accumulates in half precision by an addition."""
     # In the backward pass carries are gradients of values that all iterations share.
     least, dtype = _LONG_BACKWARD_LOOP if backward else 2, dtype_name(carry)
@@ -313,16 +293,15 @@ def half_carry(
             "Cast what the iterations share to half precision inside the loop, and a "
             "parameter that is stored so to float32, once outside of it."
         )
-    yield _fault(growth.addition, "half-carry", dtype=dtype, cure=cure)
+    yield _found(growth.addition, "half-carry", dtype=dtype, cure=cure)
 
 
-def full_matmuls(equations: Iterable[Equation]) -> Iterator[Fault]:
+def full_matmuls(equations: Iterable[Equation]) -> Iterator[Finding]:
     """Finds products in float32 while others are half precision."""
     products = [equation for equation in equations if facts.flops(equation.eqn)]
-    wide = [e for e in products if not facts.is_narrow(facts.operand_dtypes(e.eqn))]
-    for equation in wide if len(wide) < len(products) else ():
+    pairs = [(e, facts.operand_dtypes(e.eqn)) for e in products]
+    wide = [(e, dtypes) for e, dtypes in pairs if not facts.is_narrow(dtypes)]
+    for equation, dtypes in wide if len(wide) < len(products) else ():
         # A solve, or its derivative, needs the precision.
         if not (stays_float32(equation.eqn) or equation.place().in_linalg):
-            yield _fault(
-                equation, "full-matmul", dtype=facts.operand_dtypes(equation.eqn)
-            )
+            yield _found(equation, "full-matmul", dtype=dtypes)

@@ -12,10 +12,11 @@ from ..._autocast.derivatives import CAST
 from ..._jaxpr import Atom, Loop, Program, bare, dtype_name, open_jaxpr
 from ..._policy import is_half
 from ..._types import PyTree
+from .._findings import Finding
 from .._source import Place, place_of
 from . import facts
 from .facts import NOT_A_SUM, Equation, Fact, Growth, SourceLine
-from .rules import Fault, faults, half_carry
+from .rules import findings_of, half_carry
 
 # These primitives have a jaxpr of scalars that combines two elements.
 _COMBINE = ("reduce", "scatter", "select_and", "arg")
@@ -36,7 +37,7 @@ class Walk:
         lost: list[SourceLine],
         differentiated: bool = False,
     ):
-        self.found: list[Fault] = []
+        self.found: list[Finding] = []
         self.operations: list[Equation] = []
         self.unread: list[Equation] = []  # opaque operations
         self.infinite: set[str] = set()  # half dtypes of constants that are infinite
@@ -97,7 +98,7 @@ class Walk:
             return outs
         if outs[0].epsilon == 0 and self._is_no_epsilon(equation):
             outs = [replace(outs[0], epsilon=None)]
-        self.found.extend(faults(equation))
+        self.found.extend(findings_of(equation))
         return outs
 
     def _is_no_epsilon(self, equation: Equation) -> bool:
@@ -114,10 +115,8 @@ class Walk:
             self.autocasts |= _jaxpr.name_of_call(eqn) == CAST
             operands = [equation.ins[i] for i in read[0].places]
             results = [self._run(body.program, operands, equation) for body in read]
-            return [
-                functools.reduce(facts.join, each)
-                for each in zip(*results, strict=True)
-            ]
+            outs = zip(*results, strict=True)
+            return [functools.reduce(facts.join, each) for each in outs]
         for program in programs:
             self._run(program, map(facts.of_type, bare(program).invars), equation)
         if name in _CONTROL or name not in _jaxpr.known_primitives():

@@ -136,11 +136,11 @@ def _told(calls: Calls, holder: object) -> Findings:
 
 def _one_of_each_rule(found: Sequence[Finding]) -> tuple[Finding, ...]:
     """Returns one finding for each rule, with its first place, in the table's order."""
-    places = {rule: [f.where for f in found if f.rule == rule] for rule in RULES}
     firsts = {f.rule: f for f in reversed(found)}
     shown = []
     for rule in filter(firsts.get, RULES):
-        where, *others = dict.fromkeys(places[rule])
+        places = dict.fromkeys(f.where for f in found if f.rule == rule and f.where)
+        where, *others = places or [""]
         where += f" (and {len(others)} more)" if others else ""
         shown.append(firsts[rule]._replace(where=where))
     return tuple(shown)

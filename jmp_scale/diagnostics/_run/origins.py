@@ -152,7 +152,7 @@ def _name(eqn: core.JaxprEqn) -> str:
 
 
 def _at(place: Place) -> str:
-    return f" at {place.file}:{place.line}" if place.file else ""
+    return f" at {place.where}" if place.file else ""
 
 
 def _place(eqn: core.JaxprEqn, eqns: Sequence[core.JaxprEqn], outer: Place) -> Place:

@@ -108,19 +108,15 @@ class Run:
         return [path for path, change in self.changes.items() if change.is_float]
 
     @property
-    def moments(self) -> list[Path]:
-        """Returns the floating-point leaves of optimizers."""
-        return [path for path in self.floats if path in self.calls.in_optimizers]
-
-    @property
     def weights(self) -> list[Path]:
-        """Returns all other floating-point leaves."""
+        """Returns the floating-point leaves that are not of optimizers."""
         return [path for path in self.floats if path not in self.calls.in_optimizers]
 
     @functools.cached_property
     def moving(self) -> list[Path]:
-        """Returns the moments that move."""
-        return [path for path in self.moments if self.moved(path)]
+        """Returns the moments, which are those of optimizers, that move."""
+        moments = (path for path in self.floats if path in self.calls.in_optimizers)
+        return [*filter(self.moved, moments)]
 
     @property
     def learning(self) -> list[Path]:
@@ -143,11 +139,6 @@ class Run:
         step, size = difference(old, new), entries.ndim
         return Change(sampled(entries), step, bool(finite), is_number, size)
 
-    def changed_since(self, first: "Run") -> set[Path]:
-        """Returns the leaves that differ from those before an earlier call."""
-        leaves = self.after.items()
-        return {path for path, x in leaves if has_moved(first.before[path], x)}
-
     def moved(self, path: Path) -> bool:
         """Whether a leaf differs after the call, in any replica or member."""
         return path in self.after and has_moved(self.before[path], self.after[path])
@@ -165,7 +156,12 @@ class Calls:
         optimizers = [node for _, node in find_nodes(_is_of_optimizer, args)]
         self.fixed = _static_scales(args)
         args = jax.tree.map(_as_dynamic, args, is_leaf=_is_scale)
-        self._leaves, self.names, self._join = _named_leaves(args, self.labels)
+        pairs, self._join = flat(args)
+        self._leaves, self.names = {}, {}
+        for keys, leaf in pairs:
+            self._leaves[path := path_of(keys)] = leaf
+            name = jax.tree_util.keystr(keys[1 : len(path)])
+            self.names[path] = self.labels[int(path[0])] + name
         self.start = {path: x for path, x in self._leaves.items() if is_data(x)}
         # Variables of NNX outside of modules, as in an optimizer's state, are results.
         modules = [path_of(keys) for keys, _ in find_nodes(is_module, args)]
@@ -254,7 +250,7 @@ class Calls:
 
         Returns None if a later call than the first one raises.
         """
-        before = {**self.start, **(start or {})}
+        before = self.start | dict(start or {})
         before |= {path: like(before[path], value) for path, value in values.items()}
         self.count += 1
         try:
@@ -335,19 +331,3 @@ def _is_of_optimizer(node: PyTree) -> bool:
     has_s = any(isinstance(part, LossScaleState) for part in parts)
     has_optax = any(type(part).__module__.startswith("optax") for part in parts)
     return has_s and has_optax if parts is node else has_s or has_optax
-
-
-def _named_leaves(
-    args: PyTree, labels: Sequence[str]
-) -> tuple[Named, dict[Path, str], Function]:
-    """Returns leaves and their names by path, and a function that joins others.
-
-    A name is as a reader writes it, `args[0]['w']`.
-    """
-    pairs, join = flat(args)
-    leaves, names = {}, {}
-    for keys, leaf in pairs:
-        path = path_of(keys)
-        leaves[path] = leaf
-        names[path] = labels[int(path[0])] + jax.tree_util.keystr(keys[1 : len(path)])
-    return leaves, names, join

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -126,7 +126,11 @@ def matched(
         is_free = found.keys().isdisjoint(leaves)
         if is_free and not set(leaves.values()).intersection(found.values()):
             found |= leaves
-    return found | _beside(before, results, found)
+    left = {path: x for path, x in before.items() if path not in found}
+    memories = dict(_beside(left, results, found))
+    # A model of pairs may return other pairs in the place of its batch.
+    has_batch = any(np.ndim(left[path]) for path in left.keys() - memories.keys())
+    return found | memories if has_batch else found
 
 
 def _carried(position: int, before: Named, results: Named) -> dict[Path, Path]:
@@ -154,15 +158,15 @@ def _candidates(
     places: dict[Form, list[Path]] = defaultdict(list)
     for place, form in subtrees(results).items():
         places[form].append(place)
-    pairs: list[tuple[int, int, float, dict[Path, Path]]] = []
+    candidates = []
     for path, form in subtrees(before).items():
-        for place in places[form] if path and not is_below(path, whole) else ():
+        for place in () if is_below(path, whole) else places[form]:
             if _may_match(path, place, form):
                 leaves = _pairs(path, place, form)
                 gaps = (difference(before[p], results[q]) for p, q in leaves.items())
-                gap = sum(float(np.nansum(np.abs(x))) for x in gaps)
-                pairs.append((-len(form), len(path), gap, leaves))
-    return [leaves for *_, leaves in sorted(pairs, key=lambda pair: pair[:3])]
+                gap = float(np.nansum(np.abs(np.concatenate([*gaps]))))
+                candidates.append((-len(form), len(path), gap, leaves))
+    return [leaves for *_, leaves in sorted(candidates, key=lambda each: each[:3])]
 
 
 def _may_match(path: Path, place: Path, form: Form) -> bool:
@@ -172,7 +176,7 @@ def _may_match(path: Path, place: Path, form: Form) -> bool:
         return not path[-1].isdigit() and path[-1:] == place[-1:]
     # Lists of arrays, such as weights of layers: not a batch, nor scalars.
     is_list = len(form) > 2 and any(shape for _, shape in form)
-    return is_list or any(_has_names(end) for end, _ in form)
+    return bool(path) and (is_list or any(_has_names(end) for end, _ in form))
 
 
 def _has_names(path: Path) -> bool:
@@ -181,38 +185,34 @@ def _has_names(path: Path) -> bool:
 
 
 def _beside(
-    before: Named, results: Named, found: Mapping[Path, Path]
-) -> dict[Path, Path]:
-    """Returns leaves of tuples that come back beside what they stand beside.
+    left: Named, results: Named, found: Mapping[Path, Path]
+) -> Iterator[tuple[Path, Path]]:
+    """Yields leaves of tuples that come back beside what they stand beside.
 
-    These are a memory, as the (c, h) of an LSTM, if arrays are left for a batch: a
-    model of pairs may return other pairs in the place of its batch.
+    These are a memory, such as the (c, h) of an LSTM.
     """
-    tops = {path[:1]: place[:1] for path, place in found.items()}
-    forms, new = subtrees(results), {}
-    for path, form in subtrees(before).items():
-        if len(path) == 1 and path not in tops and _are_arrays(form):
-            after = _next(tops.get(_next(path, -1), ()), 1)
-            ahead = _next(tops.get(_next(path, 1), ()), -1)
-            place = after if forms.get(after) == form else ahead
-            if forms.get(place) == form:
-                new |= _pairs(path, place, form)
-    left = before.keys() - new.keys() - found.keys()
-    return new if any(np.ndim(before[path]) for path in left) else {}
+    tops = {path[0]: place[0] for path, place in found.items() if place}
+    forms = subtrees(results)
+    for path, form in _arrays(left).items():
+        for step in (-1, 1):
+            top = tops.get(str(int(path[0]) - step), "")
+            place = (str(int(top) + step),) if top.isdigit() else ()
+            if form[0][0] and forms.get(place) == form:
+                yield from _pairs(path, place, form).items()
 
 
 def _pairs(path: Path, place: Path, form: Form) -> dict[Path, Path]:
     return {(*path, *end): (*place, *end) for end, _ in form}
 
 
-def _are_arrays(form: Form) -> bool:
-    """Whether it is a tuple or list of arrays: no bare array, name or scalar."""
-    return all(end and shape and not _has_names(end) for end, shape in form)
-
-
-def _next(path: Path, step: int) -> Path:
-    """Returns the argument or result that many places further."""
-    return (str(int(path[0]) + step),) if path and path[0].isdigit() else ("",)
+def _arrays(leaves: Named) -> dict[Path, Form]:
+    """Returns the forms of arguments that are arrays, or tuples or lists of these."""
+    arrays = {}
+    for path, form in subtrees(leaves).items():
+        is_plain = all(shape and not _has_names(end) for end, shape in form)
+        if len(path) == 1 and is_plain:
+            arrays[path] = form
+    return arrays
 
 
 def seem_to_come_back(before: Named, results: Named) -> list[Path]:
@@ -221,10 +221,9 @@ def seem_to_come_back(before: Named, results: Named) -> list[Path]:
     A bare array has the form of many: it counts in its own place.
     """
     forms, found = subtrees(results), []
-    for path, form in subtrees(before).items():
-        is_bare = all(shape and not end for end, shape in form)
-        places = forms if _are_arrays(form) else [path] if is_bare else []
-        if len(path) == 1 and any(forms.get(place) == form for place in places):
+    for path, form in _arrays(before).items():
+        places = [path] if () in dict(form) else forms
+        if any(forms.get(place) == form for place in places):
             found.append(path)
     return found
 

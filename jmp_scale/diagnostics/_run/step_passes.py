@@ -91,8 +91,8 @@ def adjusts_s(base: Base) -> Findings:
 
 def changes_something(base: Base) -> Findings:
     """Checks that parameters are among what the applied steps changed."""
-    last, weights = base.last, base.last.weights
-    changed = last.changed_since(base.first)
+    start, last, weights = base.first.before, base.last, base.last.weights
+    changed = {path for path, x in last.after.items() if has_moved(start[path], x)}
     # A window of MultiSteps may be longer.
     in_window = any(path[-1] == "mini_step" for path in changed)
     if not (weights or changed):

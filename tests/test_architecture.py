@@ -27,6 +27,7 @@ TESTED_BY = {
     "_autocast.higher_order": ("autocast/test_autocast_loops", "loops run as they did"),
     "_autocast.values": ("autocast/test_types_first", "sums are those of programs"),
     "_cpu": ("test_machine", "the command says what the processor has"),
+    "_types": ("test_checkers", "programs of pages have the types of functions"),
     "_pytree": ("scaling/test_loss_scale", "fields are those of loss scales"),
     "_state": ("scaling/test_transform", "a state is what the transformation returns"),
     "__main__": ("test_machine", "a command prints what is measured"),
@@ -34,6 +35,7 @@ TESTED_BY = {
     "diagnostics._backward": ("diagnostics/test_frameworks", "every tool takes a loss"),
     "diagnostics._timing": ("test_machine", "programs are timed by the command too"),
     "diagnostics._source": ("diagnostics/precision/test_report", "lines are findings'"),
+    "diagnostics._tables": ("diagnostics/test_findings", "results print a summary"),
     "diagnostics._run.origins": ("diagnostics/run/test_diagnosis", "a cause is named"),
     "diagnostics._run.step_*": ("diagnostics/run/test_check_step", "wrong steps"),
     # A rule is right if the report has its finding, and no other, at the line.

@@ -1,9 +1,11 @@
 """The benchmarks: what the pages claim of their results holds, and the commands run."""
 
+import json
 import os
 import pathlib
 import re
 
+import _clock_parts
 import autocast
 import clocked
 import correctness
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 import optax
 import overhead
 import pytest
+from _clock import Clock
 from compilers import targets
 
 import jmp_scale
@@ -104,6 +107,17 @@ def test_a_command_prints_its_table(script, monkeypatch, capsys):
     options, printed = COMMANDS[script]
     script.main(options.split())
     assert printed in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", _clock_parts.PARTS)
+def test_each_part_of_the_clock_runs_at_a_tiny_size(part, tmp_path, ranks_promote):
+    path = tmp_path / "rows.jsonl"
+    clock = Clock(part, seconds=300, rows=path)
+    _clock_parts.PARTS[part].run(clock, _clock_parts.SIZES["tiny"])
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert rows
+    assert not [row for row in rows if "error" in row]
 
 
 def test_a_compiler_that_is_missing_is_named_with_its_extra(monkeypatch):

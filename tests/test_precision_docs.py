@@ -1,5 +1,6 @@
-"""Recipes of casts are clean by `precision_report`, programs of rules have a fault."""
+"""What the pages on precision say of their recipes and programs is what is found."""
 
+import importlib
 import pathlib
 import re
 import textwrap
@@ -13,7 +14,7 @@ from flax import nnx
 from helpers import by_name, slow
 
 import jmp_scale
-from jmp_scale.diagnostics import precision_report
+from jmp_scale.diagnostics import precision_report, sensitive_products
 
 pytestmark = pytest.mark.usefixtures("ranks_promote")
 
@@ -74,3 +75,36 @@ def test_the_program_of_a_rule_has_its_fault_and_the_fixed_one_does_not(rule):
     assert {f.rule for f in serious} == {rule}
     assert ROWS[rule] in {f.level for f in serious}
     assert report(rule, "fixed").findings == ()
+
+
+# Of precise-enough.md: each program needs its line, which is enough and is found.
+ROW = r"^\| \[([\w ]+)\]\(#[\w-]+\) \|.*\| `(\w+)` \|"
+LINES = re.findall(ROW, (DOCS / "precise-enough.md").read_text(), re.MULTILINE)
+
+
+def test_the_page_has_a_row_and_a_section_for_each_program():
+    source = (DOCS / "precise_enough.py").read_text()
+    programs = re.findall(r'^    "([\w ]+)": \(.*"(\w+)"\),$', source, re.MULTILINE)
+    assert programs == LINES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, _ in LINES])
+def test_a_line_kept_in_float32_makes_the_gradient_precise_and_is_found(
+    name, monkeypatch
+):
+    monkeypatch.syspath_prepend(DOCS)
+    programs = importlib.import_module("precise_enough")
+    # In bfloat16 the rest of a molecule's network has too few digits too.
+    dtype = "float16" if "forces" in name else "bfloat16"
+    before, after, share = programs.errors(name, dtype)
+    assert before > 0.2
+    assert after < 0.05
+    assert share > 0.1
+    loss, args, kept = programs.PROGRAMS[name]
+    found = sensitive_products(loss, *args, dtype=dtype)
+    assert found.keep == (kept,)
+    assert f"keep_float32={found.keep}" in found.summary()
+    assert found.error_before > 0.2
+    assert found.error_after <= 0.05
+    assert found.half_share > 0.1

@@ -1,5 +1,6 @@
-"""How a finding is made from a row of a table, and how it reads."""
+"""How a finding is made from a row of a table, how it reads, and who prints it."""
 
+from jmp_scale import diagnostics
 from jmp_scale.diagnostics._findings import Rule, are_notes, finding, summary_of
 
 RULES = {
@@ -25,3 +26,10 @@ def test_a_summary_says_that_all_is_fine_where_there_are_only_notes():
     assert summary_of("Fine.", [], "3 calls.") == "Fine.\n3 calls."
     assert summary_of("Fine.", [SLOW]) == f"Fine.\n{SLOW}"
     assert summary_of("Fine.", [LOST, SLOW]) == f"{LOST}\n{SLOW}\n1 error, 1 note"
+
+
+def test_each_result_prints_its_summary():
+    results = [cls for cls in vars(diagnostics).values() if hasattr(cls, "summary")]
+    assert diagnostics.PrecisionReport in results
+    for cls in results:
+        assert cls.__str__ is cls.__repr__ is cls.summary

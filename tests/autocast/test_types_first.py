@@ -4,7 +4,6 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import equinox as eqx
@@ -22,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_scale.nnx
-from jmp_scale import _jaxpr, autocast, keep_float32
+from jmp_scale import _jaxpr, autocast
 from jmp_scale._autocast.values import Stored
 
 N, MANY = 16, 512
@@ -136,11 +135,6 @@ def cancelling(d, gain, bias, w):
     return near((phi(x + x[::-1] / 100) - phi(x)) @ w * 100)
 
 
-def products_in_turn(d, w):
-    factors = jnp.cumprod(1 + w.ravel() / 4)
-    return near(d.x[:, 0] @ jnp.roll(w, 1) + n32(jnp.tile(factors, 2))[:, None])
-
-
 def checked(x, w):
     jax.debug.callback(lambda w: None, w)
     checkify.check(x[0, 0] < 9, "an activation is large")
@@ -184,15 +178,6 @@ PROGRAMS = {
     "checkpoint": (mapped(jax.checkpoint(lambda x, w: jnp.tanh(x @ w) @ w)), W),
     "carry, rolled": (carried(lambda w, _: jnp.roll(w, 1, 0)), W, W.T),
     "carry, data": (carried(lambda w, step: w - step), W),
-    "carry, data in a row": (
-        carried(lambda w, s: w.at[:, 1].add(s[:, 1]).at[0].max(s[0] - 1)),
-        W,
-    ),
-    "made by cond": (
-        made(lambda d, v, w: lax.cond(d.x[0, 0, 0] > -9, lambda: v, lambda: w)),
-        W,
-        W.T,
-    ),
     "made by scan": (
         made(lambda d, s: lax.scan(lambda c, w: (c, w.T), 0, s)[1][2]),
         STACK,
@@ -201,15 +186,10 @@ PROGRAMS = {
     "made in float32": (made(lambda d, w: 4 * w / norm(n32(w)).astype(w.dtype)), W),
     "softmax": (lambda d, v: near(d.y @ W + jax.nn.softmax(v)[None], 3), W[0]),
     "reference": (referred, W),
-    "products in turn": (products_in_turn, W),
     "checked": (lambda d, w: checkify.checkify(mapped(checked))(d, w)[1], W),
     "cancelling": (cancelling, 1 + W[0], W[1], W),
     "loop with a rule": (
         lambda d, w: near(with_rules(loop_over)["custom_jvp"](d.x, w)),
-        W,
-    ),
-    "loop in float32": (
-        lambda d, w: near(keep_float32(jax.jit(loop_over))(d.x, w)) + near(d.x[0] @ w),
         W,
     ),
 }
@@ -282,38 +262,12 @@ def by_closure(fun, dtype):
     return lambda d, *weights: autocast(lambda d: fun(d, *weights), dtype)(d)
 
 
-class Model(eqx.Module):
-    fun: Callable = eqx.field(static=True)
-    weights: Sequence[jax.Array]
-
-    def loss(self, d):
-        return self.fun(d, *self.weights)
-
-    __call__ = loss
-
-
-def of_model(fun, dtype):
-    return lambda d, *weights: autocast(Model(fun, weights), dtype)(d)
-
-
 def unplanned(fun, dtype):
     return autocast(fun, dtype, recompute=False)
 
 
 def mixed(fun, dtype):
     return autocast(fun, "float16", backward="bfloat16")
-
-
-def of_partial(fun, dtype):
-    def turned(*weights_and_data):
-        *weights, d = weights_and_data
-        return fun(d, *weights)
-
-    return lambda d, *ws: autocast(functools.partial(turned, *ws), dtype)(d)
-
-
-def of_method(fun, dtype):
-    return lambda d, *weights: autocast(Model(fun, weights).loss, dtype)(d)
 
 
 def of_attribute(fun, dtype):
@@ -342,7 +296,6 @@ class Attributes:
 
 
 WAYS = [
-    (of_model, "index"),
     (unplanned, "index"),
     # Of a closure, what it holds is found and traced as float32, too.
     (by_closure, "carry, data"),
@@ -350,7 +303,6 @@ WAYS = [
     (of_attribute, "tied"),
 ]
 MORE_WAYS = [(unplanned, "cancelling"), (mixed, "index"), (by_closure, "product")]
-MORE_WAYS += [(of_partial, "carry, rolled"), (of_method, "carry, rolled")]
 MORE_WAYS += [(as_given, "rnn")]
 MORE_WAYS += itertools.product([of_attribute, as_given], ["experts", "made by scan"])
 

@@ -107,10 +107,8 @@ def torch_step(
             super().__init__()
             self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
             self.qkvo = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
-            self.up, self.down = (
-                nn.Linear(width, 4 * width),
-                nn.Linear(4 * width, width),
-            )
+            self.up = nn.Linear(width, 4 * width)
+            self.down = nn.Linear(4 * width, width)
 
         def forward(self, x: Any) -> Any:
             y, shape = self.norms[0](x), (*x.shape[:2], heads, width // heads)

@@ -3,10 +3,10 @@
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from unittest import mock
 
 import _steps
 import jax
@@ -16,11 +16,12 @@ import optax
 from _clock import Clock, Programs, gradient, step
 from _clock_models import lstm, nnx_transformer, torch_step
 from autocast import HALF, SAVED, by_autocast, by_hand
+from autocast import PROGRAMS as LOSSES
 from models import Model, Transformer, catalog, transformer
+from models.llama import Llama, llama
 from models.minimal import MINIMAL, PROGRAMS
 
 import jmp_scale
-from jmp_scale import diagnostics
 
 BF16, F16 = HALF.values()
 
@@ -30,20 +31,20 @@ class Sizes(NamedTuple):
 
     gpt: Transformer  # with a small vocabulary
     narrow: Transformer
-    large_vocabulary: int
-    layers: int  # of the deepest one
+    llama: Llama
     mlp: tuple[int, int, int]  # width, layers, rows
     images: tuple[int, int, int, int]
     lstm: tuple[int, int, int]  # width, steps, batch
-    float8: tuple[int, ...]  # widths
+    float8: tuple[int, ...] = ()  # widths
+    large_vocabulary: int = 50257
+    layers: int = 12  # of the deepest one
 
 
 SIZES = {
     "gpu": Sizes(
         Transformer(4, vocabulary=8192),
         Transformer(4, 512, 8, 8192, 1024, 8),
-        large_vocabulary=50257,
-        layers=12,
+        catalog.LLAMA,
         mlp=(4096, 8, 8192),
         images=(32, 28, 28, 512),
         lstm=(1024, 128, 64),
@@ -52,40 +53,29 @@ SIZES = {
     "cpu": Sizes(
         Transformer(4, 768, 12, 8192, 256, 4),
         Transformer(4, 512, 8, 4096, 128, 4),
-        large_vocabulary=50257,
-        layers=12,
+        Llama(4, 512, 8, 4096, 128, 4, hidden=1408, groups=2),
         mlp=(1024, 4, 1024),
         images=(4, 28, 28, 512),
         lstm=(512, 32, 32),
-        float8=(),
     ),
     "tiny": Sizes(
         Transformer(2, 64, 4, 256, 32, 2),
         Transformer(2, 32, 4, 256, 32, 2),
-        large_vocabulary=384,
-        layers=3,
+        Llama(2, 64, 4, 256, 32, 2, hidden=96, groups=2),
         mlp=(64, 2, 32),
         images=(2, 4, 4, 16),
         lstm=(32, 4, 2),
         float8=(64,),
+        large_vocabulary=384,
+        layers=3,
     ),
 }
 
 
-def _all_by_hand(model: Model) -> Any:
-    def loss(params: Any, batch: Any) -> Any:
-        with mock.patch.object(models, "wide", lambda x: x):  # norms and loss, too
-            return model.loss(params, batch, jnp.bfloat16, False)
-
-    return loss
-
-
-def _usual(model: Model) -> dict[str, Any]:
-    return {
-        "float32": by_hand(model, None),
-        "by hand": by_hand(model, BF16),
-        "autocast": by_autocast(model, BF16),
-    }
+def _usual(model: Model, *more: str) -> dict[str, Any]:
+    """Losses in bfloat16 by the names that `autocast.py` gives them, and in float32."""
+    names = "float32", "by hand", "autocast", *more
+    return {name: LOSSES[name](model, BF16) for name in names}
 
 
 def _gradients(clock: Clock, title: str, model: Model, losses: dict[str, Any]) -> None:
@@ -96,38 +86,46 @@ def _gradients(clock: Clock, title: str, model: Model, losses: dict[str, Any]) -
 
 def _gpt4(clock: Clock, sizes: Sizes) -> None:
     model = transformer(sizes.gpt)
-    others = {
+    more = "autocast, recompute=False", "autocast, float32_results=head"
+    losses = _usual(model, *more) | {
         "autocast f16": by_autocast(model, F16),
         "by hand f16": by_hand(model, F16),
-        "autocast, recompute=False": by_autocast(model, BF16, recompute=False),
-        "autocast, float32_results=head": by_autocast(
-            model, BF16, float32_results="head"
-        ),
         "by hand, dots_saveable": jax.checkpoint(by_hand(model, BF16), policy=SAVED),
-        "all by hand": _all_by_hand(model),
     }
-    _gradients(clock, "gpt4", model, _usual(model) | others)
+    _gradients(clock, "gpt4", model, losses)
 
 
-def _narrow(clock: Clock, sizes: Sizes) -> None:
-    model = transformer(sizes.narrow)
-    losses = _usual(model) | {"all by hand": _all_by_hand(model)}
-    _gradients(clock, "gpt4, width 512", model, losses)
-
-
-def _vocabulary(clock: Clock, sizes: Sizes) -> None:
-    model = _with_large_vocabulary(sizes)
+def _attention(clock: Clock, sizes: Sizes) -> None:
+    make = functools.partial(transformer, _large(sizes))
     title = f"gpt4, V = {sizes.large_vocabulary:,}"
-    _gradients(clock, title, model, _usual(model))
+    _gradients(clock, title, make(), _with_cudnn(make))
 
 
-def _with_large_vocabulary(sizes: Sizes, attention: Any = None, **more: Any) -> Model:
-    return transformer(_large(sizes, **more), attention=attention)
+def _llama(clock: Clock, sizes: Sizes) -> None:
+    for how, scanned in ("", False), (" in a scan", True):
+        make = functools.partial(llama, sizes.llama, scanned=scanned)
+        _gradients(clock, f"llama4{how}", make(), _with_cudnn(make))
+
+
+def _with_cudnn(make: Callable[..., Model]) -> dict[str, Any]:
+    """The usual losses, and on a GPU those with cuDNN's attention, which is marked."""
+    losses, marked = _usual(make()), make(attention=models.cudnn_attention)
+    if jax.default_backend() == "gpu":
+        losses["by hand, cudnn"] = by_hand(marked, BF16)
+        losses["autocast, in_half(cudnn)"] = by_autocast(marked, BF16)
+        losses["autocast f16, in_half(cudnn)"] = by_autocast(marked, F16)
+    return losses
 
 
 def _large(sizes: Sizes, **more: Any) -> Transformer:
     vocabulary = sizes.large_vocabulary
     return dataclasses.replace(sizes.gpt, vocabulary=vocabulary, **more)
+
+
+def _sizes_of_steps(sizes: Sizes) -> dict[str, Transformer]:
+    """Sizes by what is said of them, that of the first screen first."""
+    large = f"gpt4, V = {sizes.large_vocabulary:,}"
+    return {large: _large(sizes), "gpt4": sizes.gpt, "gpt4, width 512": sizes.narrow}
 
 
 def _frameworks(clock: Clock, sizes: Sizes) -> None:
@@ -159,42 +157,16 @@ def _others(clock: Clock, sizes: Sizes) -> None:
         _gradients(clock, name, model, _usual(model))
 
 
-def _attention(clock: Clock, sizes: Sizes) -> None:
-    """cuDNN's attention, by hand and marked by `in_half`."""
-    if jax.default_backend() != "gpu":
-        clock.say(title="attention", skipped="cuDNN needs a GPU")
-        return
-    fused = functools.partial(
-        jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"
-    )
-    model, by_cudnn, marked = (
-        _with_large_vocabulary(sizes, attention)
-        for attention in (None, fused, jmp_scale.in_half(fused))
-    )
-    losses = {
-        "by hand": by_hand(model, BF16),
-        "autocast": by_autocast(model, BF16),
-        "by hand, cudnn": by_hand(by_cudnn, BF16),
-        "autocast, in_half(cudnn)": by_autocast(marked, BF16),
-        "autocast f16, in_half(cudnn)": by_autocast(marked, F16),
-    }
-    _gradients(clock, "attention", model, losses)
-
-
 def _steps_of(model: Model) -> dict[str, Callable[[Any], Any]]:
     """Steps of AdamW by name, each of the parameters."""
     tx = optax.adamw(1e-4)
 
-    def by(make: Any, loss: Any, **options: Any) -> Callable[[Any], Any]:
-        return lambda params: make(loss, tx, params, **options)
+    def by(make: Any, loss: Any) -> Callable[[Any], Any]:
+        return lambda params: make(loss, tx, params)
 
-    auto, hand, wide = (
-        by_autocast(model, BF16),
-        by_hand(model, BF16),
-        by_hand(model, None),
-    )
+    wide, hand, auto = _usual(model).values()
     auto_f16, hand_f16 = by_autocast(model, F16), by_hand(model, F16)
-    guard = jmp_scale.SpikeGuard()
+    peers = "with_loss_scale", "flax DynamicScale", "jmp", "with_loss_scale, guard"
     return {
         "float32": by(_steps.unscaled, wide),
         "by hand": by(_steps.unscaled, hand),
@@ -202,12 +174,7 @@ def _steps_of(model: Model) -> dict[str, Callable[[Any], Any]]:
         "autocast, skip": by(_steps.with_loss_scale, auto),
         "autocast, half storage": lambda params: _half_stored(auto, tx, params),
         "by hand f16": by(_steps.unscaled, hand_f16),
-        "by hand f16, with_loss_scale": by(_steps.with_loss_scale, hand_f16),
-        "by hand f16, with_loss_scale, guard": by(
-            _steps.with_loss_scale, hand_f16, guard=guard
-        ),
-        "by hand f16, flax DynamicScale": by(_steps.flax, hand_f16),
-        "by hand f16, jmp": by(_steps.jmp, hand_f16),
+        **{f"by hand f16, {peer}": by(_steps.PEERS[peer], hand_f16) for peer in peers},
         "autocast f16": by(_steps.unscaled, auto_f16),
         "autocast f16, with_loss_scale": by(_steps.with_loss_scale, auto_f16),
     }
@@ -235,34 +202,21 @@ _PLAIN = "float32", "by hand", "autocast", "autocast, skip", "autocast, half sto
 
 
 def _adamw(clock: Clock, sizes: Sizes) -> None:
-    _time_steps(clock, "step of gpt4", transformer(sizes.gpt), *_PLAIN)
-    narrow = transformer(sizes.narrow)
-    _time_steps(clock, "step of gpt4, width 512", narrow, *_PLAIN)
-    model, vocabulary = _with_large_vocabulary(sizes), sizes.large_vocabulary
-    _time_steps(clock, f"step of gpt4, V = {vocabulary:,}", model, *_PLAIN)
+    for name, own in _sizes_of_steps(sizes).items():
+        _time_steps(clock, f"step of {name}", transformer(own), *_PLAIN)
 
 
 def _scaling(clock: Clock, sizes: Sizes) -> None:
     """What S, the skip and the guard cost, all on one loss."""
-    names = [
-        "by hand f16",
-        "by hand f16, with_loss_scale",
-        "by hand f16, flax DynamicScale",
-        "by hand f16, jmp",
-        "by hand f16, with_loss_scale, guard",
-    ]
-    _time_steps(clock, "scaling, step of gpt4", transformer(sizes.gpt), *names)
+    model = transformer(sizes.gpt)
+    names = [name for name in _steps_of(model) if name.startswith("by hand f16")]
+    _time_steps(clock, "scaling, step of gpt4", model, *names)
 
 
 def _step12(clock: Clock, sizes: Sizes) -> None:
-    names = [
-        "by hand",
-        "autocast",
-        "autocast f16, with_loss_scale",
-        "by hand f16, flax DynamicScale",
-        "float32",
-    ]
-    model = _with_large_vocabulary(sizes, layers=sizes.layers)
+    names = ["by hand", "autocast", "autocast f16, with_loss_scale"]
+    names += ["by hand f16, flax DynamicScale", "float32"]
+    model = transformer(_large(sizes, layers=sizes.layers))
     _time_steps(clock, f"step of gpt{sizes.layers}", model, *names)
 
 
@@ -270,24 +224,32 @@ def _torch(clock: Clock, sizes: Sizes) -> None:
     if importlib.util.find_spec("torch") is None:
         clock.say(title="torch", skipped="torch is not installed")
         return
-    for dtype, fused, compiled in (
+    programs = (
         ("bfloat16", True, True),
         ("bfloat16", False, True),
         (None, False, True),
         ("bfloat16", True, False),
         ("float16", True, True),
-    ):
-        name = f"{'fused' if fused else 'plain'} attention, {dtype or 'float32'}"
-        name += ", compiled" if compiled else ""
-        if clock.left() < 20:
-            clock.say(title="torch", name=name, skipped="no time")
-            continue
-        try:
-            run = torch_step(_large(sizes), dtype, fused=fused, compiled=compiled)
-            run()
-            clock.time_in_turn("torch, step of gpt4", {name: run}, rounds=7)
-        except Exception as error:  # no compiler, or no memory
-            clock.say(title="torch", name=name, error=str(error)[:300])
+    )
+    for program, own in itertools.product(programs, _sizes_of_steps(sizes).items()):
+        _time_torch(clock, *own, *program)
+
+
+def _time_torch(
+    clock: Clock, of: str, sizes: Transformer, dtype: str | None, *how: bool
+) -> None:
+    fused, compiled = how
+    name = f"{'fused' if fused else 'plain'} attention, {dtype or 'float32'}"
+    row = {"title": f"torch, step of {of}", "name": name + ", compiled" * compiled}
+    if clock.left() < 20:
+        clock.say(**row, skipped="no time")
+        return
+    try:
+        run = torch_step(sizes, dtype, fused=fused, compiled=compiled)
+        run()
+        clock.time_in_turn(row["title"], {row["name"]: run}, rounds=7)
+    except Exception as error:  # no compiler, or no memory
+        clock.say(**row, error=str(error)[:300])
 
 
 def _float8(clock: Clock, sizes: Sizes) -> None:
@@ -368,22 +330,6 @@ def _head_losses() -> dict[str, Any]:
     return losses
 
 
-def _advice(clock: Clock, sizes: Sizes) -> None:
-    """What `compare_speed` says, beside this clock."""
-    model = transformer(sizes.gpt)
-    params, batch = jax.jit(model.init)(jax.random.key(0))
-    losses = _usual(model)
-    for half in HALF:
-        found = diagnostics.compare_speed(
-            by_autocast(model, HALF[half]), losses["float32"], params, batch
-        )
-        low, high = found.gain_range
-        clock.say(title="compare_speed", name=half, gain=found.gain, low=low, high=high)
-    losses["autocast f16"] = by_autocast(model, F16)
-    del losses["by hand"]
-    _gradients(clock, "beside compare_speed", model, losses)
-
-
 class Part(NamedTuple):
     """A question, and the seconds that its answer may take."""
 
@@ -396,15 +342,15 @@ class Part(NamedTuple):
 PARTS = {
     "gpt4": Part(_gpt4, 60, "the gradient of GPT-2 with four layers"),
     "others": Part(_others, 50, "gradients of an MLP, a ResNet's stage and an LSTM"),
-    "attention": Part(_attention, 70, "cuDNN's attention, marked by in_half"),
+    "llama": Part(
+        _llama, 90, "gradients of LLaMA's layers, with cuDNN's attention too"
+    ),
+    "attention": Part(_attention, 70, "the gradient with 50,257 tokens, likewise"),
     "scaling": Part(_scaling, 75, "what S, the skip and the guard cost on one loss"),
-    "torch": Part(_torch, 75, "the same step in PyTorch"),
+    "torch": Part(_torch, 150, "the steps of the part `steps` in PyTorch"),
+    "steps": Part(_adamw, 180, "steps of AdamW, with the skip, in half storage"),
     "float8": Part(_float8, 60, "float8 by hand beside bfloat16"),
     "head": Part(_head, 45, "a head with and without logits, odd and padded"),
     "step12": Part(_step12, 85, "the step of GPT-2 with twelve layers"),
-    "advice": Part(_advice, 45, "compare_speed beside this clock"),
-    "steps": Part(_adamw, 180, "steps of AdamW, with the skip, in half storage"),
-    "narrow": Part(_narrow, 60, "the gradient at width 512"),
-    "vocabulary": Part(_vocabulary, 60, "the gradient with 50,257 tokens"),
     "frameworks": Part(_frameworks, 120, "gradients in Linen, NNX, Equinox, a scan"),
 }

@@ -141,8 +141,6 @@ def _compiled_for(target: str, half: Any, model: str, program: str) -> dict[str,
     if targets.is_gpu(target):
         work = {"kernels": read.kernels}
     memory = {MEMORY: read.temporaries / 1e6, BYTES: read.bytes_accessed / 1e9}
-    if host := compiled.memory_analysis().host_temp_size_in_bytes:
-        memory["on the host, MB"] = host / 1e6
     return memory | work | {"compile time, s": seconds}
 
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _harness import Table
-from _small_tasks import dense, tasks
+from _small_tasks import dense, spread_beside, tasks
 from compilers import AS_WRITTEN, Figures, figures, targets
 from flax import nnx
 from jax import lax
@@ -293,10 +293,7 @@ def results(title: str, losses: Losses) -> Table:
     reference = last_tenth(next(iter(losses.values())))
     for name, of_form in losses.items():
         last = last_tenth(of_form)
-        is_as = last.min() <= reference.max() and last.max() >= reference.min()
-        verdict = "as float32" if is_as else "not as float32"
-        cells = [f"{of(last):.3g}" for of in (np.median, np.min, np.max)]
-        table.rows.append([name, *cells, verdict])
+        table.rows.append([name, *spread_beside(last, reference)])
     return table
 
 

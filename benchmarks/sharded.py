@@ -44,7 +44,6 @@ SUMMED = {f"{name}{SUMS}": name for name in ("autocast", HALF_PARAMETERS)}
 MODELS = {"u2": (2, False), "u4": (4, False), "s12": (12, True)}  # layers, as a scan
 RATIOS = (MEMORY, "peak, MB", "bytes, GB", "M cycles", "wire, MB")
 OTHERS = ("asynchronous", "collectives: number, MB")
-LOSSES = "minimal programs, losses alone"
 
 
 class Case(NamedTuple):
@@ -65,9 +64,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = _parser()
     args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
-    kind = "gradient"
+    kind = "minimal programs" if args.minimal else "gradient"
     if args.minimal:
-        kind = LOSSES if args.forward else "minimal programs"
         args.models = ["-"]
         args.layouts = [name for name in args.layouts if name in MINIMAL] or MINIMAL
     tables = []
@@ -131,8 +129,7 @@ def _measure(case: Case) -> dict[str, Any]:
 def _compile(case: Case) -> Any:
     layout = LAYOUTS.get(case.layout)
     if layout is None:
-        forward = case.kind == LOSSES
-        return compile_minimal(case.layout, case.target, case.program, forward)
+        return compile_minimal(case.layout, case.target, case.program)
     mesh = layout.mesh(case.target)
     layers, scanned = MODELS[case.model]
     sizes = Transformer(layers, vocabulary=8192, batch=ROWS * mesh.shape["data"])
@@ -195,8 +192,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--targets", nargs="+", default=default, help=text)
     text = "gradients of minimal programs, not of models"
     parser.add_argument("--minimal", action="store_true", help=text)
-    text = "losses of minimal programs, without gradients"
-    parser.add_argument("--forward", action="store_true", help=text)
     _harness.add_resume(parser)
     return parser
 

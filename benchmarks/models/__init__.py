@@ -6,6 +6,7 @@ and losses are float32, or wider where the parameters are.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,17 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.ad_checkpoint import checkpoint_name
 
 import jmp_scale
-
-# The inputs of checkpoints wait in the host's memory.
-ON_THE_HOST = jax.checkpoint_policies.save_and_offload_only_these_names(
-    names_which_can_be_saved=[],
-    names_which_can_be_offloaded=["input"],
-    offload_src="device",
-    offload_dst="pinned_host",
-)
 
 
 class Model(NamedTuple):
@@ -57,18 +49,16 @@ def transformer(
     scanned: bool = False,
     stream: Callable[[jax.Array], jax.Array] = lambda x: x,
     attention: Callable[..., jax.Array] | None = None,
-    policy: Callable[..., Any] | None = None,
 ) -> Model:
     """With tied embeddings, unrolled or a `lax.scan`; 16 leaves a layer and 4 more.
 
     `stream` says where the arrays (batch, position, width) lie that are added up from
-    block to block, `policy` what checkpoints save, of blocks whose input is named.
+    block to block.
     """
 
     def loss(params, batch, dtype, checkpointed=False):
         def block(x, layer):
             layer = cast(layer, dtype)
-            x = checkpoint_name(x, "input") if policy else x
             heads = (*x.shape[:2], sizes.heads, sizes.width // sizes.heads)
             y = normalize(x, layer["norm1"])
             q, k, v = (_dense(y, layer[name]).reshape(heads) for name in "qkv")
@@ -77,55 +67,55 @@ def transformer(
             y = _dense(normalize(x, layer["norm2"]), layer["up"])
             return x + stream(_dense(jax.nn.gelu(y), layer["down"]))
 
-        block = jax.checkpoint(block, policy=policy) if checkpointed else block
         tokens, layers = batch["tokens"], params["layers"]
         rest = cast(params | {"layers": None}, dtype)
         x = rest["tokens"][tokens] + rest["positions"][None]
         # Parameters may be stored in half precision, and the program be float32.
         x = stream(wide(x) if dtype is None else x)
-        if scanned:
-            x, _ = jax.lax.scan(lambda x, layer: (block(x, layer), None), x, layers)
-        else:
-            for layer in layers:
-                x = block(x, layer)
+        x = through(jax.checkpoint(block) if checkpointed else block, x, layers)
         with jax.named_scope("head"):
             logits = normalize(x, rest["norm"]) @ rest["tokens"].T
         return mean_loss(logits, jnp.roll(tokens, -1, axis=1))
 
-    def init(key):
-        params = _transformer_params(sizes, key)
-        if scanned:
-            params["layers"] = jax.tree.map(lambda *x: jnp.stack(x), *params["layers"])
-        shape = sizes.batch, sizes.context
-        return params, {"tokens": jax.random.randint(key, shape, 0, sizes.vocabulary)}
-
-    return Model(init, loss)
-
-
-def _transformer_params(sizes, key):
-    d = sizes.width
-    shapes = dict.fromkeys("qkvo", (d, d)) | {"up": (d, 4 * d), "down": (4 * d, d)}
-    keys = iter(jax.random.split(key, len(shapes) * sizes.layers + 2))
-
-    def normal(*shape):
-        return 0.02 * jax.random.normal(next(keys), shape)
-
-    def norm():
-        return {"gain": jnp.ones(d), "bias": jnp.zeros(d)}
-
-    def layer():
-        dense = {
-            name: {"kernel": normal(*shape), "bias": jnp.zeros(shape[1])}
-            for name, shape in shapes.items()
+    def shapes():
+        d = sizes.width
+        of = dict.fromkeys("qkvo", (d, d)) | {"up": (d, 4 * d), "down": (4 * d, d)}
+        norm = {"gain": jnp.ones(d), "bias": jnp.zeros(d)}
+        layer = {
+            name: {"kernel": shape, "bias": jnp.zeros(shape[1])}
+            for name, shape in of.items()
         }
-        return dense | {"norm1": norm(), "norm2": norm()}
+        layers = [layer | {"norm1": norm, "norm2": norm}] * sizes.layers
+        tables = {"tokens": (sizes.vocabulary, d), "positions": (sizes.context, d)}
+        return tables | {"layers": layers, "norm": norm}
 
-    return {
-        "tokens": normal(sizes.vocabulary, d),
-        "positions": normal(sizes.context, d),
-        "layers": [layer() for _ in range(sizes.layers)],
-        "norm": norm(),
-    }
+    return Model(functools.partial(drawn, shapes, sizes, scanned), loss)
+
+
+def through(block: Callable[..., jax.Array], x: jax.Array, layers: Any) -> jax.Array:
+    """`x` behind all layers, a list of them or stacked ones, which are scanned."""
+    if isinstance(layers, list):
+        return functools.reduce(block, layers, x)
+    return jax.lax.scan(lambda x, layer: (block(x, layer), None), x, layers)[0]
+
+
+def drawn(
+    shapes: Callable[[], Any], sizes: Transformer, scanned: bool, key: jax.Array
+) -> Any:
+    """Parameters, small random numbers where a shape stands, and a batch of tokens."""
+    is_shape = lambda leaf: isinstance(leaf, tuple)  # noqa: E731
+    leaves, structure = jax.tree.flatten(shapes(), is_shape)
+    for at, leaf in enumerate(leaves):
+        if is_shape(leaf):
+            own = jax.random.fold_in(key, at)
+            leaves[at] = 0.02 * jax.random.normal(own, leaf)
+        else:  # one array may stand in several places, and be donated
+            leaves[at] = jnp.copy(leaf)
+    params = structure.unflatten(leaves)
+    if scanned:
+        params["layers"] = jax.tree.map(lambda *x: jnp.stack(x), *params["layers"])
+    batch = sizes.batch, sizes.context
+    return params, {"tokens": jax.random.randint(key, batch, 0, sizes.vocabulary)}
 
 
 def _dense(x, layer):

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 import models
 from models import Model, Transformer, cast, cross_entropy, transformer, wide
+from models.llama import Llama, llama
 
 
 def linen(sizes: Transformer) -> Model:
@@ -217,6 +218,10 @@ STAGE_3 = [((256, 1, 1), (256, 3, 1 if at else 2), (1024, 1, 1)) for at in range
 BASIC = [((8 * n, 3, 1 if n == 1 else 2), (8 * n, 3, 1)) for n in (1, 2, 4)]
 TINY = Transformer(6, 32, 4, 50, 16, 2)
 GPT = functools.partial(Transformer, vocabulary=8192)
+CUDNN = models.cudnn_attention  # on an H100 alone; there is no float32 program of it
+LLAMA = Llama(4, 2048, 16, 32_000, 2048, 4)
+# The TPU's compiler takes minutes for a width of 2,048.
+NARROW = Llama(4, 1024, 8, 32_000, 2048, 4, hidden=2816, groups=2)
 
 # In the order of their compile times.
 LARGE = {
@@ -225,13 +230,17 @@ LARGE = {
     "resnet50-stage3": resnet((32, 28, 28, 512), None, STAGE_3, 1000),
     "mixer8": mixer(8, 64, 256, 768),
     "gpt12-scan": transformer(GPT(12), scanned=True),
-    "gpt12-scan-host": transformer(GPT(12), scanned=True, policy=models.ON_THE_HOST),
     "gpt4": transformer(GPT(4)),
     "gpt4-V50257": transformer(Transformer(4)),
-    # On an H100 alone; there is no float32 program of it.
-    "gpt4-V50257-cudnn": transformer(Transformer(4), attention=models.cudnn_attention),
+    "gpt4-V50257-cudnn": transformer(Transformer(4), attention=CUDNN),
     "gpt4-divided-last": transformer(GPT(4), attention=models.attend_divided_last),
     "equinox4": equinox(GPT(4)),
+    "llama4": llama(LLAMA),
+    "llama4-scan": llama(LLAMA, scanned=True),
+    "llama4-cudnn": llama(LLAMA, attention=CUDNN),
+    "llama4-scan-cudnn": llama(LLAMA, scanned=True, attention=CUDNN),
+    "llama4-1024": llama(NARROW),
+    "llama4-1024-scan": llama(NARROW, scanned=True),
 }
 DEEP = {
     "gpt12": transformer(GPT(12)),

@@ -183,10 +183,8 @@ def _heads() -> dict[str, Minimal]:
 MINIMAL |= _heads()
 
 
-def compile_minimal(
-    name: str, target: Target, program: str, forward: bool = False
-) -> Any:
-    """Value and gradient, each gradient placed like its parameter; or the loss."""
+def compile_minimal(name: str, target: Target, program: str) -> Any:
+    """Value and gradient, each gradient placed like its parameter."""
     minimal = MINIMAL[name]
     mesh = minimal.mesh(target)
 
@@ -198,8 +196,6 @@ def compile_minimal(
     out = {name: param.sharding for name, param in params.items()}
     loss = PROGRAMS[program](minimal.loss)
     jitted = jax.jit(jax.value_and_grad(loss), out_shardings=(None, out))
-    if forward:
-        jitted = jax.jit(loss)
     is_explicit = minimal.axes == AxisType.Explicit
     with jax.set_mesh(mesh) if is_explicit else contextlib.nullcontext():
         lowered = jitted.lower(params, place(*minimal.batch))

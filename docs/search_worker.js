@@ -94,7 +94,7 @@ const marked = (text, words) => text.replace(words, "<mark data-md-highlight>$&<
 // The part of a text that begins shortly before the first of the words.
 function excerpt(text, words) {
   if (text.length <= EXCERPT) return text
-  const start = Math.max(0, text.search(words) - 30)
+  const start = text.lastIndexOf(" ", Math.max(0, text.search(words) - 30)) + 1
   const end = start + EXCERPT
   return (start ? "…" : "") + text.slice(start, end) + (end < text.length ? "…" : "")
 }

@@ -150,7 +150,9 @@ def _derivative(name, product, again):
     if product:
         return "two products"
     return (
-        f"{name}: recomputed,\nand its derivative" if again else f"derivative of {name}"
+        f"{name.split(', ')[-1]}: recomputed,\nand its derivative"
+        if again
+        else f"derivative of {name}"
     )
 
 

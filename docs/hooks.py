@@ -85,7 +85,6 @@ def _short_names(identifier):
 
 
 NAMES = OWN | {short: name for name in OWN for short in _short_names(name)}
-# Code, headings and links as they are; a code span of one name becomes a link.
 # In the reference: the types and defaults of arguments and results, which a signature
 # shows; and the dash between an attribute's type and its meaning.
 ARGUMENTS = re.compile(
@@ -103,6 +102,9 @@ STATISTICS = re.compile(
 )
 HEADING = re.compile(r'<h2 id="([\w.]+)" class="doc doc-heading">.*?</h2>', re.DOTALL)
 DASH = re.compile(r"(</b>|</code>|\))\s*\u2013\s*(?=<div)")
+# A narrow column of a table breaks a name behind its dots.
+DOTTED = re.compile(r"(?<=<code>)\w+\.[\w.]+(?=</code>)")
+# Code, headings and links as they are; a code span of one name becomes a link.
 PARTS = re.compile(
     r"<pre.*?</pre>|<h\d.*?</h\d>|<a[ >].*?</a>|<autoref.*?</autoref>"
     r"|<code>(?P<name>[\w.]+)</code>",
@@ -245,7 +247,8 @@ def on_page_content(html, page, **_):
     html = ARGUMENTS.sub(lambda part: TYPE.sub(r"\1:", part[0]), html)
     html = STATISTICS.sub("", DASH.sub(r"\1:", RESULT.sub(r"\1", html)))
     html = HEADING.sub(lambda heading: heading[0] + _source(heading[1]), html)
-    return PARTS.sub(linked, html)
+    html = PARTS.sub(linked, html)
+    return DOTTED.sub(lambda name: name[0].replace(".", ".<wbr>"), html)
 
 
 def _source(name):

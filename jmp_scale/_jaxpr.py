@@ -99,16 +99,32 @@ _UNLISTED = words("""
 """)
 
 
+class OwnPrimitive(Primitive):
+    """A primitive of ours, which is read like JAX's of the same name."""
+
+
 @functools.cache
+def _public_primitives() -> dict[str, Primitive]:
+    # JAX has no list of its primitives, so they are collected from public modules.
+    modules = jax.lax, jax.extend.core.primitives
+    values = [value for module in modules for value in vars(module).values()]
+    return {value.name: value for value in values if isinstance(value, Primitive)}
+
+
 def known_primitives() -> frozenset[str]:
     """Returns names of JAX's primitives; new and foreign primitives are opaque."""
-    # JAX has no list of its primitives, so they are collected from public modules.
-    return _UNLISTED.union(
-        primitive.name
-        for module in (jax.lax, jax.extend.core.primitives)
-        for primitive in vars(module).values()
-        if isinstance(primitive, Primitive)
-    )
+    return _UNLISTED.union(_public_primitives())
+
+
+@functools.cache
+def _name(primitive: Primitive) -> str:
+    """Returns the name of a primitive: proven is that it is JAX's, or ours.
+
+    A foreign primitive that has the name of one of JAX's is opaque.
+    """
+    same = _public_primitives().get(primitive.name, primitive)
+    is_known = primitive is same or isinstance(primitive, OwnPrimitive)
+    return primitive.name if is_known else f"foreign {primitive.name}"
 
 
 def is_literal(atom: Atom) -> TypeGuard[Literal]:
@@ -222,7 +238,7 @@ _REPLACED = {
 
 def name_of(eqn: JaxprEqn) -> str:
     """Returns the name of an equation's primitive, or of the one that it replaces."""
-    name = eqn.primitive.name
+    name = _name(eqn.primitive)
     if _BOX not in eqn.params:
         return name
     return _REPLACED.get(type(eqn.params[_BOX]).__name__, name)

@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 import jax
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Primitive
+
+from .._jaxpr import OwnPrimitive
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -35,7 +36,7 @@ def _noted(note: Callable[[], None], primals: Any, tangents: Any) -> Any:
     return noting(note, *primals), *tangents
 
 
-class Replacement(Primitive):
+class Replacement(OwnPrimitive):
     """An equation that `autocast` puts into a program; JAX sees what `fun` binds.
 
     It is planned like the primitive of JAX of the same name, if there is one.

@@ -48,7 +48,7 @@ def wide_dot_general(
 # a primitive, of the same name and parameters, that each platform lowers in its own
 # way; its rules are JAX's.
 _JAXS = jax.extend.core.primitives.dot_general_p
-_OWN = jax.extend.core.Primitive("dot_general")
+_OWN = _jaxpr.OwnPrimitive("dot_general")
 
 
 def by_platform(eqn: JaxprEqn) -> JaxprEqn:

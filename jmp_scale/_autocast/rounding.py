@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+
+from .._jaxpr import OwnPrimitive
 
 
 def widened(x: jax.Array) -> jax.Array:
@@ -20,7 +21,7 @@ def widened(x: jax.Array) -> jax.Array:
 
 # The primitive rounds on a CPU. Elsewhere it is nothing, so that programs stay as they
 # are: a kernel writes the result of a product as it was rounded.
-round_p = Primitive("reduce_precision")
+round_p = OwnPrimitive("reduce_precision")
 
 
 def _round(x: jax.Array) -> jax.Array:

@@ -26,6 +26,8 @@ from autocast_programs import (
 from helpers import by_name, slow
 from jax import lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
 
 from jmp_scale import _jaxpr, autocast
 
@@ -193,3 +195,35 @@ def test_a_rule_may_have_an_ordered_effect(recompute):
     jax.effects_barrier()
     assert seen
     assert_close(got, jax.grad(loss)(W), 0.02)
+
+
+def foreign(name):
+    """A function of another library's primitive, which has this name."""
+
+    def fun(x, y):
+        return x * jnp.sin(y) + y * y
+
+    def rule(primals, tangents, **_):
+        pairs = zip(primals, tangents, strict=True)
+        tangents = (
+            jnp.zeros_like(x) if isinstance(t, ad.Zero) else t for x, t in pairs
+        )
+        return primitive.bind(*primals), jax.jvp(fun, tuple(primals), tuple(tangents))[
+            1
+        ]
+
+    primitive = Primitive(name)
+    primitive.def_abstract_eval(lambda x, y: x)
+    mlir.register_lowering(primitive, mlir.lower_fun(fun, multiple_results=False))
+    ad.primitive_jvps[primitive] = rule
+    return primitive.bind, fun
+
+
+@pytest.mark.parametrize("name", ["stop_gradient", "dot_general", "name", "jit"])
+def test_a_foreign_primitive_is_not_taken_for_one_of_its_name(name):
+    def loss(fun, w):
+        return mean_square(fun(jnp.tanh(X @ w), fun(X, jnp.exp(X)) @ w) @ w)
+
+    opaque, plain = (functools.partial(loss, fun) for fun in foreign(name))
+    found, wanted = (jax.jit(jax.grad(autocast(f, "f16")))(W) for f in (opaque, plain))
+    assert_norm_close(found, wanted, 0.01)

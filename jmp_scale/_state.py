@@ -164,7 +164,10 @@ for _cls in (LossScaleState, HalfStorageState):
 
 
 def is_loss_scale_state(node: PyTree) -> bool:
-    """Whether a node is a `LossScaleState`, or the mapping that Flax made of it."""
+    """Whether a node is a `LossScaleState`, or the mapping that Flax made of it.
+
+    Of a mapping, proven is that it has all flags and counters, and no other names.
+    """
     # `nnx.state` leaves out the fields that hold no array, such as a guard of None.
     if isinstance(node, Mapping):
         return START.keys() <= set(node) <= set(LossScaleState._fields)
@@ -172,11 +175,18 @@ def is_loss_scale_state(node: PyTree) -> bool:
 
 
 def is_half_storage(node: PyTree) -> bool:
-    """Whether a node is a `HalfStorageState`, or the mapping that Flax made of it."""
-    if isinstance(node, Mapping):
-        is_marked = "remainders" in node or "rounding_key" in node
-        return is_marked and set(node) <= set(HalfStorageState._fields)
-    return isinstance(node, HalfStorageState)
+    """Whether a node is a `HalfStorageState`, or the mapping that Flax made of it.
+
+    Of a mapping, proven is that it has no other names, and integers by one that is not
+    `inner_state`: parameters of these names are floating-point.
+    """
+    if not isinstance(node, Mapping):
+        return isinstance(node, HalfStorageState)
+    own = {name: x for name, x in node.items() if name != "inner_state"}
+    # A checkpoint's template has numbers in place of arrays.
+    dtypes = [getattr(x, "dtype", np.int32) for x in jax.tree.leaves(own)]
+    is_own = own.keys() <= set(HalfStorageState._fields) and bool(own)
+    return is_own and all(jnp.issubdtype(dtype, np.integer) for dtype in dtypes)
 
 
 def fields_of(node: PyTree) -> Mapping[str, PyTree]:

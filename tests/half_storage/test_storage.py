@@ -490,3 +490,12 @@ def test_averages_of_float64_parameters_are_not_stored_in_bfloat16():
         tx = with_half_storage(optax.adam(0.1), **ADAMS)
         with pytest.raises(ValueError, match=r"got one with mu \(float64\), nu \(fl"):
             tx.init(jnp.ones(2, jnp.float64))
+
+
+@pytest.mark.parametrize("name", ["remainders", "rounding_key", "inner_state"])
+def test_parameters_may_have_the_names_of_its_state(name):
+    params = {"layer": {name: jnp.ones(4, jnp.bfloat16)}}
+    tx = with_loss_scale(with_half_storage(optax.adam(0.1)), DynamicLossScale())
+    state = tx.init(params)
+    updates, _ = tx.update(params, state, params)
+    assert float(optax.apply_updates(params, updates)["layer"][name][0]) < 1

@@ -17,14 +17,18 @@ ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-# The names of rows on the pages, and of models, steps and layouts in the results.
+# The names of rows on the pages, and of models, steps and layouts in the results; one
+# model has two sizes, because a TPU's compiler takes minutes for the large one.
 MODELS = {
-    "GPT-2, 4 layers": "gpt4",
+    "LLaMA, written out": "llama4(-1024)?",
+    "LLaMA in a `scan`": "llama4(-1024)?-scan",
+    "LLaMA, cuDNN's attention": "llama4-cudnn",
+    "LLaMA in a `scan`, cuDNN's attention": "llama4-scan-cudnn",
+    "GPT-2, written out": "gpt4",
     "the same, vocabulary 50,257": "gpt4-V50257",
     "the same in Equinox": "equinox4",
     "MLP, gelu": "mlp-gelu",
     "MLP, relu": "mlp-relu",
-    "MLP-Mixer": "mixer8",
     "ResNet-50": "resnet50-stage3",
 }
 STEPS = {
@@ -47,7 +51,7 @@ TIMED = {
     "two CPU cores with AMX: this step, 1,024 tokens": (
         "amx",
         "^step of gpt4, V = 50,257",
-        "^torch, step of gpt4",
+        "^torch, step of gpt4, V = 50,257",
     ),
     "H200: gradient, MLP 8 x 4,096 with gelu": ("h200", "^mlp-gelu$", "^-$"),
     "H200: gradient, ResNet-50, stage 3: no gain": ("h200", "^resnet50-stage3$", "^-$"),
@@ -135,6 +139,7 @@ BETWEEN_DEVICES = [
     ("tpu-v5e x 8", CYCLES),
 ]
 
+COMMIT = re.compile(r"\bcommit ([0-9a-f]{7,8})\b")
 # A part of README on another page.
 PART = re.compile(r"(?<=^<!-- readme: )(\w+)( -->\n).*?(?=<!-- end)", re.M | re.S)
 
@@ -142,16 +147,27 @@ Row = dict[str, str]
 Cells = Callable[[list[str]], list[str]]  # of a row as it stands, and as it should
 
 
-def rows_of(name: str, title: str) -> Iterator[Row]:
-    """The rows of a file's tables whose title matches, as column: cell, and `title`."""
+# The commits at which what was read so far was measured.
+measured: set[str] = set()
+
+
+def rows_of(name: str, title: str, model: str = ".*") -> Iterator[Row]:
+    """The rows of tables and models that match, as column: cell, and `title`.
+
+    A table names its commits, or the file does before the first one.
+    """
     text = (RESULTS / f"{name}.md").read_text()
-    for section in re.split(r"^#+ ", text, flags=re.MULTILINE):
+    _, begin, *sections = re.split(r"^#+ ", text, flags=re.MULTILINE)
+    for section in sections:
         heading = section.partition("\n")[0]
         if not re.search(title, heading):
             continue
         lines = [_cells(line) for line in section.splitlines() if line.startswith("|")]
         for line in lines[2:]:
-            yield dict(zip(lines[0], line, strict=True)) | {"title": heading}
+            row = dict(zip(lines[0], line, strict=True)) | {"title": heading}
+            if re.fullmatch(model, row.get("model", "")):
+                measured.update(COMMIT.findall(section) or COMMIT.findall(begin))
+                yield row
 
 
 def autocast_over(
@@ -165,12 +181,11 @@ def autocast_over(
         for title, program, column in shown:
             programs = {
                 found["program"]: found[column]
-                for found in rows_of("autocast", f"^{title}$")
-                if found["model"] == model
+                for found in rows_of("autocast", f"^{title}$", model)
             }
             # The results are ratios to a cast by hand already.
             over = "1" if base == "by hand" else programs[base]
-            figures.append(_ratio(programs[program], over))
+            figures.append(_ratio(programs[program], over) if programs else "-")
         return [row[0], *figures]
 
     return cells
@@ -241,8 +256,7 @@ def time_of_a_trace() -> Cells:
         model = _named(row[0], TRACED)
         times = {
             found["program"]: found["trace time, s, median of five"]
-            for found in rows_of("autocast", "^As traced$")
-            if found["model"] == model
+            for found in rows_of("autocast", "^As traced$", model)
         }
         programs = ("by hand", "autocast", "autocast, checkpoint")
         return [row[0], *(_rounded(float(times[program])) for program in programs)]
@@ -281,6 +295,7 @@ def of_skips() -> Cells:
 
     def cells(row: list[str]) -> list[str]:
         program = _named(row[0], SKIPS_TIMED)
+        measured.update(COMMIT.findall((RESULTS / "h200.md").read_text()))
         lines = (RESULTS / "h200.jsonl").read_text().splitlines()
         found = {}
         for line in map(json.loads, lines):

@@ -9,6 +9,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
 NAMES = ("README", "index", "autocast", "memory", "remat", "compare", "devices")
+TABLE = r"^\|(?:.*\n\|)+.*$"
 HELD = [page for page in PAGES if page.stem in NAMES]
 
 
@@ -26,10 +27,22 @@ def test_the_figures_of_a_page_are_those_of_the_results(page, tables):
 
 @pytest.mark.parametrize("page", HELD, ids=lambda page: page.stem)
 def test_every_table_of_figures_is_one_that_the_results_fill(page, tables):
-    for table in re.findall(r"^\|(?:.*\n\|)+.*$", page.read_text(), re.MULTILINE):
+    for table in re.findall(TABLE, page.read_text(), re.MULTILINE):
         cells = [cell.strip() for cell in table.split("|")]
         if any(re.fullmatch(r"\**\d\.\d\d\**", cell) for cell in cells):
             assert table.startswith(tuple(tables.TABLES)), table
+
+
+@pytest.mark.parametrize("page", HELD, ids=lambda page: page.stem)
+def test_a_section_names_the_commits_at_which_its_tables_were_measured(page, tables):
+    for section in re.split("^## ", page.read_text(), flags=re.MULTILINE):
+        for table in re.findall(TABLE, section, re.MULTILINE):
+            if table.startswith(tuple(tables.TABLES)):
+                tables.measured.clear()
+                tables.written(table)
+                assert tables.measured
+                missing = {one for one in tables.measured if one not in section}
+                assert not missing, table
 
 
 @pytest.mark.parametrize("machine", ["h100", "tpu-v5e"])
@@ -40,11 +53,10 @@ def test_memory_and_bytes_are_lower_than_in_float32_in_every_model_tried(
     assert "Every model tried needs less memory and moves fewer bytes" in page
     programs = {}
     for row in tables.rows_of("autocast", f"^{machine}, bf16$"):
-        programs.setdefault(row["program"], []).append(row)
-    pairs = list(zip(programs["float32"], programs["autocast"], strict=True))
-    assert len(pairs) == 8
-    for full, half in pairs:
-        assert full["model"] == half["model"]
+        programs.setdefault(row["program"], {})[row["model"]] = row
+    assert len(programs["float32"]) == 10
+    for model, full in programs["float32"].items():
+        half = programs["autocast"][model]
         for column in (tables.MEMORY, tables.BYTES):
             if full[column] != "-":  # does not fit
                 assert float(half[column]) < float(full[column])

@@ -169,7 +169,8 @@ def fate(
 def has_matrix_work(eqn: JaxprEqn, is_parameter: Callable[[Var], bool]) -> bool:
     """Whether a product has work for a matrix unit, by itself or as one row of many.
 
-    Not if it contracts nothing or is of two vectors, for each index of the batch.
+    Not if it contracts nothing or is of two vectors, for each index of the batch. Sizes
+    prove it; that a vector is one row of a batch is a guess, and either fate is right.
     """
     sizes = matrix_sizes(eqn)
     if sizes is None:
@@ -225,7 +226,8 @@ def looks_up_rows(eqn: JaxprEqn) -> bool:
     """Whether an equation takes several vectors of a table, as an embedding does.
 
     Rows that an argument chooses, such as tokens, are data, because many positions
-    share them. Matrices that are looked up, such as those of experts, are weights.
+    share them. Matrices that are looked up, such as those of experts, are weights. A
+    shape says so, because either is right: gradients of data are added in half.
     """
     if _jaxpr.name_of(eqn) != "gather":
         return False

@@ -164,7 +164,10 @@ class Reading:
         return self.origin(v) is Origin.DATA
 
     def is_sent(self, eqn: JaxprEqn) -> bool:
-        """Whether devices add up the gradient of what it moves in half precision."""
+        """Whether devices add up the gradient of what it moves in half precision.
+
+        Proven is that it moves arrays between devices as they are, and nothing else.
+        """
         if _jaxpr.name_of(eqn) == "reshard":  # rows are added up in float32
             return is_cheap(eqn) and self._tables.isdisjoint(eqn.outvars)
         return _jaxpr.name_of(eqn) == "all_gather"
@@ -245,6 +248,10 @@ class Reading:
         return Step("move", eqn)
 
     def _moves(self, eqn: JaxprEqn) -> bool:
+        """Proven is that all entries of the result are entries of the first operand.
+
+        So to move a stored array and to cast it is one in either order.
+        """
         if _jaxpr.name_of(eqn) == "broadcast_in_dim":
             return _jaxpr.size(eqn.invars[0]) == _jaxpr.size(eqn.outvars[0])
         return _jaxpr.name_of(eqn) in (_SENDS if self.rules.in_loop else _MOVES)
@@ -357,7 +364,10 @@ def _is_integer(v: Var) -> bool:
 
 
 def _tables_of(jaxpr: Jaxpr) -> set[Var]:
-    """Returns arrays of which rows are looked up, also after they are resharded."""
+    """Returns arrays of which rows are looked up, also after they are resharded.
+
+    One that is not found is only sent in half precision, like a weight.
+    """
     tables: set[Var] = set()
     for eqn in reversed(jaxpr.eqns):
         is_table = not tables.isdisjoint(eqn.outvars)

@@ -277,7 +277,8 @@ def _factors() -> list[float]:
 def _loses_arrays(program: Any) -> bool:
     """Whether a rule for derivatives reads arrays of the trace, which is over.
 
-    JAX runs such rules later. It then takes those arrays for constants.
+    JAX runs such rules later. It then takes those arrays for constants: proven by the
+    gradient itself, in which they are found, or which raises.
     """
     names = map(_jaxpr.name_of, _jaxpr.equations(program))
     if not any(name.startswith("custom_") for name in names):

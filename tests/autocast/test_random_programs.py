@@ -26,7 +26,7 @@ MASK = np.tri(N, dtype=bool)
 NAMES = "layer10", "layer2", "layer1", "gain"  # sorted, they have another order
 CALLS = "jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2"
 MODES = "clip", "fill", "promise_in_bounds", None
-PLAIN = _jaxpr.words("layer bias norm softmax pick rows stack attention every")
+PLAIN = _jaxpr.words("layer bias norm softmax pick rows moves stack attention every")
 NESTED = _jaxpr.words("branch loop carry remat vmap jit")
 
 
@@ -201,6 +201,32 @@ class Blocks:
             return jnp.tanh(dot(found, x) + found)
 
         return rows
+
+    def moves(self, _):
+        """A weight whose entries are moved, or what resembles that."""
+        name, other, calls = self.one_of(*NAMES), self.one_of(*NAMES), self.one_of(0, 1)
+        move = self.one_of(
+            lambda w, v: w[::-1].T.reshape(2, 2 * N).reshape(N, N),
+            lambda w, v: jnp.broadcast_to(w[:1], w.shape),
+            lambda w, v: jnp.tile(w[None, :2], (1, 2, 1))[0],
+            lambda w, v: jnp.pad(w[1:3], ((1, 1), (0, 0))),
+            lambda w, v: jnp.roll(w, (1, 2), (0, 1)),
+            lambda w, v: jnp.concatenate([w[:2], v[2:]]),
+            lambda w, v: jnp.where(MASK, w, v),
+            lambda w, v: lax.optimization_barrier((v, w))[1],
+            lambda w, v: lax.reduce_precision(w, 8, 3),
+            lambda w, v: (w * 8).astype("int32").astype("float32") / 8 + v,
+            lambda w, v: jnp.sort(w, 0),
+            lambda w, v: jnp.cumsum(w, 0) / 4,
+            lambda w, v: jnp.abs(w) - lax.stop_gradient(v),
+        )
+        move = jax.jit(move) if calls else move
+
+        def moved(dot, w, x, y):
+            read = move(w[name], w[other])
+            return jnp.tanh(dot(x, read) + dot(read.T, x))
+
+        return moved
 
     def stack(self, _):
         """A weight out of a stack of them."""

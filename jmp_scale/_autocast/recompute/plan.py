@@ -340,7 +340,10 @@ class _Units:
     def _streams(
         self, island: Jaxpr, results: Collection[Var], softmaxes: Collection[Var]
     ) -> set[Var]:
-        """Returns the results to save, because their inputs would take more bytes."""
+        """Returns the results to save, because their inputs would take more bytes.
+
+        Whichever are saved, the island's values and derivatives are the same numbers.
+        """
         streams: set[Var] = set()
         fewest = self._bytes(_residuals(island, softmaxes, ()))
         for v in results:

@@ -15,15 +15,8 @@ from ..._scaling.finite import all_finite, finite_and_norm
 from ..._scaling.loss_scale import LossScale
 from ..._tree import promote_to_float32
 from ..._types import Arrays, Function, PyTree
-from .._backward import (
-    ALL_ROUNDINGS,
-    Backward,
-    Loss,
-    concrete_arrays,
-    narrow_dtypes,
-    refuse_autocast,
-    start_of,
-)
+from .. import _backward
+from .._backward import Backward, Loss
 from .._findings import Finding, Rule, are_notes, finding, summary_of
 from .._tables import leaf_name, percent, power, printed, table
 
@@ -256,17 +249,17 @@ def compare_gradients(
     function = "compare_gradients"
     given = args, argnums, has_aux, transform
     half, full = (Loss(function, fun, *given) for fun in (half_loss, loss))
-    arrays, rejoin = concrete_arrays(function, args)
+    arrays, rejoin = _backward.concrete_arrays(function, args)
     # JAX adds up the cotangents of an array in its own dtype.
     wide = promote_to_float32(arrays)
-    compiled = functools.partial(jax.jit, compiler_options=ALL_ROUNDINGS)
+    compiled = functools.partial(jax.jit, compiler_options=_backward.ALL_ROUNDINGS)
     run = compiled(lambda s, arrays: full.run(s, rejoin(arrays)))
     run_half = compiled(lambda s, arrays: half.run(s, rejoin(arrays)))
     one = jnp.float32(1.0)
     trace = lambda: run.trace(one, wide).jaxpr  # noqa: E731
-    refuse_autocast(function, trace(), trace)
-    dtypes = narrow_dtypes(run_half.trace(one, arrays).jaxpr)
-    start = start_of(function, loss_scale, dtypes)
+    _backward.refuse_autocast(function, trace(), trace)
+    dtypes = _backward.narrow_dtypes(run_half.trace(one, arrays).jaxpr)
+    start = _backward.start_of(function, loss_scale, dtypes)
     if loss_scales is None:
         loss_scales = _TRIED if "float16" in dtypes else ()
     tried = tuple(sorted(map(float, loss_scales)))

@@ -132,26 +132,23 @@ def precision_report(
     with _noting_lost_constants() as (infinite, zero):
         program, output = _trace(checked_fun, args)
         differentiated, pair = _trace(checked.transform(checked_fun, **keywords), args)
-    loss = output[0] if has_aux else output
     gradients = pair[1] if isinstance(pair, tuple) and len(pair) == 2 else None
     forward = Walk(program, caller, zero)
     backward = Walk(differentiated, caller, zero, differentiated=True)
     operations = _operations(backward.operations)
     keeps_digits = find_half_storage((args, opt_state))
     place = place_of_function(fun, caller)
-    dtype = str(getattr(loss, "dtype", ""))  # Python numbers have no dtype
     found = [
         *(() if keeps_digits else _half_parameters(gradients, place)),
         *_overflowing_constants(forward, infinite),
         *forward.found,
-        *([found_at("half-loss", place, dtype=dtype)] if is_half(dtype) else ()),
+        *_half_loss(output[0] if has_aux else output, place),
         *backward.found,
         # autocast left products in float32 on purpose, so the user need not cast them.
         *(() if forward.autocasts else full_matmuls(backward.operations)),
     ]
     findings = tuple(_one_per_line(found))
-    half = sum(row.flops for row in operations if is_narrow(row.dtype))
-    share = half / max(sum(row.flops for row in operations), 1)
+    share = sum(row.share for row in operations if is_narrow(row.dtype))
     return PrecisionReport(findings, operations, share, _not_looked_into(forward))
 
 
@@ -193,6 +190,12 @@ def _half_parameters(gradients: PyTree, place: Place) -> Iterator[Finding]:
         yield found_at("half-parameters", place, **names)
 
 
+def _half_loss(loss: PyTree, place: Place) -> Iterator[Finding]:
+    dtype = str(getattr(loss, "dtype", ""))  # Python numbers have no dtype
+    if is_half(dtype):
+        yield found_at("half-loss", place, dtype=dtype)
+
+
 def _overflowing_constants(forward: Walk, lines: list[SourceLine]) -> Iterator[Finding]:
     """Finds constants that were already infinite when they entered the trace."""
     # The trace says where such a constant is used, if at all, not where it is created.
@@ -205,9 +208,9 @@ def _overflowing_constants(forward: Walk, lines: list[SourceLine]) -> Iterator[F
 
 def _not_looked_into(forward: Walk) -> tuple[tuple[str, str], ...]:
     """Returns names and lines of operations whose inside is not known."""
-    pairs = [(e.name, e.place().where) for e in forward.unread]
-    known = {(name, line or "an unknown line"): None for name, line in pairs}
-    return tuple(pair for pair in known if "debug" not in pair[0])
+    unread = [e for e in forward.unread if "debug" not in e.name]
+    pairs = [(e.name, e.place().where or "an unknown line") for e in unread]
+    return tuple(dict.fromkeys(pairs))
 
 
 def _operations(equations: Iterable[Equation]) -> tuple[Operation, ...]:
@@ -219,8 +222,8 @@ def _operations(equations: Iterable[Equation]) -> tuple[Operation, ...]:
         runs[row] += equation.times
         work[row] += equation.times * flops(equation.eqn)
     total = max(work.total(), 1)
-    table = [Operation(*row, runs[row], work[row], work[row] / total) for row in runs]
-    return tuple(sorted(table, key=lambda row: (-row.flops, row.primitive, row.dtype)))
+    rows = [Operation(*row, runs[row], work[row], work[row] / total) for row in runs]
+    return tuple(sorted(rows, key=lambda row: (-row.flops, row.primitive, row.dtype)))
 
 
 def _one_per_line(found: Iterable[Finding]) -> Iterator[Finding]:

@@ -95,6 +95,10 @@ _SAFE_FUNCTIONS = words(
 _NOT_ZERO = {"div": 1, "rsqrt": 0, "log": 0, "sqrt": 0}  # positions of operands
 _FIRST_INDEX = {"dynamic_slice": 1, "dynamic_update_slice": 2}
 _LONG_BACKWARD_LOOP = 64
+_SHARED = (
+    "Cast what the iterations share to half precision inside the loop, and a parameter "
+    "that is stored so to float32, once outside of it."
+)
 
 LARGEST = "Use jnp.finfo({}).min or .max"  # in place of what becomes infinite
 BACKWARD = " (backward)"  # after the line of what is wrong in the backward pass alone
@@ -248,9 +252,8 @@ def _half_constant(equation: Equation) -> Iterator[Values]:
         return
     constant = equation.ins[0].constant
     if facts.is_lost(constant, dtype):
-        held, cure = facts.rounded(constant, dtype), LARGEST.format(dtype)
-        cure = cure if held else "Use a constant of at least 1e-4"
-        what = f"The constant {constant:.6g}"
+        held, what = facts.rounded(constant, dtype), f"The constant {constant:.6g}"
+        cure = LARGEST.format(dtype) if held else "Use a constant of at least 1e-4"
         yield {"what": what, "held": f"{held:g}", "cure": cure}
 
 
@@ -287,21 +290,17 @@ def half_carry(
     is_short = loop.trips is not None and loop.trips < least  # None: a while loop
     if is_short or growth.addition is None or not is_half(dtype):
         return
-    cure = "Keep the carry in float32, and add float32 values."
-    if backward:
-        cure = (
-            "Cast what the iterations share to half precision inside the loop, and a "
-            "parameter that is stored so to float32, once outside of it."
-        )
+    cure = _SHARED if backward else "Keep the carry in float32, and add float32 values."
     yield _found(growth.addition, "half-carry", dtype=dtype, cure=cure)
 
 
 def full_matmuls(equations: Iterable[Equation]) -> Iterator[Finding]:
     """Finds products in float32 while others are half precision."""
     products = [equation for equation in equations if facts.flops(equation.eqn)]
-    pairs = [(e, facts.operand_dtypes(e.eqn)) for e in products]
-    wide = [(e, dtypes) for e, dtypes in pairs if not facts.is_narrow(dtypes)]
-    for equation, dtypes in wide if len(wide) < len(products) else ():
+    dtypes = [facts.operand_dtypes(equation.eqn) for equation in products]
+    are_narrow = [*map(facts.is_narrow, dtypes)]
+    for equation, dtype, is_narrow in zip(products, dtypes, are_narrow, strict=True):
         # A solve, or its derivative, needs the precision.
-        if not (stays_float32(equation.eqn) or equation.place().in_linalg):
-            yield _found(equation, "full-matmul", dtype=dtypes)
+        needs = stays_float32(equation.eqn) or is_narrow or not any(are_narrow)
+        if not (needs or equation.place().in_linalg):
+            yield _found(equation, "full-matmul", dtype=dtype)

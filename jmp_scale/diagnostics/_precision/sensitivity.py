@@ -28,15 +28,8 @@ from ..._scaling.finite import all_finite
 from ..._scaling.loss_scale import LossScale
 from ..._tree import promote_to_float32, split_arrays
 from ..._types import Arrays, Function, PyTree
-from .._backward import (
-    ALL_ROUNDINGS,
-    Backward,
-    Loss,
-    Start,
-    concrete_arrays,
-    refuse_autocast,
-    start_of,
-)
+from .. import _backward
+from .._backward import Backward, Loss, Start
 from .._findings import Finding, Rule, are_notes, finding, summary_of
 from .._source import Place, begin_user_code, place_of
 from .._tables import percent, power, printed, table, with_progress
@@ -147,8 +140,8 @@ def sensitive_products(
 ) -> SensitiveProducts:
     """Finds the matrix products that must stay float32 for a precise gradient.
 
-    Use it if `compare_gradients` says that half precision is not precise enough: pass
-    the names that it finds to `autocast` as `keep_float32=`.
+    Use it if `compare_gradients` says that half precision is not precise enough, and
+    pass its names to `autocast` as `keep_float32=`.
 
     ```
     for each line:  measure the error with only this line in half precision, and the
@@ -177,8 +170,8 @@ def sensitive_products(
     function = "sensitive_products"
     checked = Loss(function, loss, args, argnums, has_aux, transform)
     forward = checked_half("dtype", dtype)
-    back = forward if backward is None else checked_half("backward", backward)
-    start = start_of(function, loss_scale, {forward.name, back.name})
+    back = checked_half("backward", dtype if backward is None else backward)
+    start = _backward.start_of(function, loss_scale, {forward.name, back.name})
     probe = Probe(checked, forward, back, start)
     if not all_finite(probe.reference.backward):
         broken = finding(RULES, "float32 not finite")
@@ -192,7 +185,7 @@ def sensitive_products(
     half = probe.groups_without(keep)
     after = probe.error(half) if keep else before
     if keep:
-        options = f', backward="{back.name}"' if backward is not None else ""
+        options = f', backward="{back.name}"' * (back != forward)
         call = {"forward": forward.name, "options": options, "keep": keep}
         values = {"change": _change(before), "after": percent(after), **call}
         told = [finding(RULES, "not precise", ", ".join(keep), **values)]
@@ -266,14 +259,14 @@ class Probe:
     ) -> None:
         self._loss, self._forward, self._backward = loss, forward, backward
         self._start = start
-        arrays, self._rejoin = concrete_arrays(loss.function, loss.args)
+        arrays, self._rejoin = _backward.concrete_arrays(loss.function, loss.args)
         # As the gradients of `compare_gradients`, these are of float32 parameters.
         self._arrays = promote_to_float32(arrays)
         self._by_place: dict[Hashable, ProductGroup] = {}
         self._cast: set[int] = set()  # numbers of those that `autocast` casts
         self.work = 0  # of all
         # At level 3 small products need six times as long to compile, and run as fast.
-        options = {**ALL_ROUNDINGS, "xla_backend_optimization_level": 1}
+        options = {**_backward.ALL_ROUNDINGS, "xla_backend_optimization_level": 1}
         self._program = jax.jit(self._backward_pass, compiler_options=options)
         in_float32 = np.zeros(_MOST_FLAGS, bool), jnp.float32(1)
         run = functools.partial(self._program, *in_float32)
@@ -315,7 +308,7 @@ class Probe:
         with tracing(self._forward), jax.default_matmul_precision(None):
             trace = functools.partial(jax.make_jaxpr(loss), *arrays)
             program = trace()
-            refuse_autocast(self._loss.function, program, trace)
+            _backward.refuse_autocast(self._loss.function, program, trace)
         flagged = _Flagged(
             forward=self._forward,
             backward=self._backward,

@@ -48,10 +48,9 @@ def check_step(
 ) -> StepCheck:
     """Finds out whether a train step is wired right, by calling it (host).
 
-    Use it before a run, and first of all when a model does not learn. It finds
-    gradients that are never unscaled, unscaled twice, clipped while scaled or not
-    averaged over devices; a loss that is not scaled, or of captured parameters; a
-    hidden overflow; an average that a skipped step changes. All of these are silent.
+    Use it before a run, and first of all when a model does not learn. The mistakes
+    that it finds are silent: gradients that are never unscaled, unscaled twice, clipped
+    while scaled or not averaged over devices, a hidden overflow, and others.
 
     ```
     ten S, 2^-37 to 2^53      in float32, a power of two changes no bit of the state
@@ -62,22 +61,20 @@ def check_step(
     a NaN in the batch        no leaf stays NaN
     ```
 
-    The step is called some 20 times with copies of the arguments, which it may donate.
-    Several copies of the state are alive at a time, so check a small configuration of a
-    large model. It compiles twice: as it is, and for the ten S with `autocast` in
-    float32, where nothing under- or overflows. Casts by hand to float16 stay: there
-    nine S below the one that overflows are compared, in some 10 calls more, and less is
-    found. A `DynamicLossScale` takes the place of a `StaticLossScale` and of a loss
-    scale of your own. Prints, logs and counters outside of the step run in each call.
-    In a job of several processes each one calls `check_step`.
+    The step is called some 20 times with copies of the arguments, which it may donate;
+    several copies of the state are alive at a time. It compiles twice: as it is, and
+    for the ten S with `autocast` in float32, where nothing under- or overflows. Casts
+    by hand to float16 stay: there nine S below the one that overflows are compared, in
+    some 10 calls more, and less is found. A `DynamicLossScale` takes the place of a
+    loss scale of another class. In a job of several processes each one calls
+    `check_step`.
 
     State is a part that an argument and a result have in common (names and shapes), a
     tuple of arrays that comes back beside what it stands beside, and the arrays in NNX
-    modules. It cannot find: gradients that are summed in place of
-    averaged, or that devices do not average where an optimizer has no moments; an S
-    that is a bare number; a scaled `value=` that neither a guard nor the optimizer
-    reads; averages that NaN enters where the batch has integers alone;
-    and any code that these arguments do not reach.
+    modules. It cannot find gradients that are summed in place of averaged, or that
+    devices do not average where an optimizer has no moments; an S that is a bare
+    number; a scaled `value=` that nothing reads; averages that NaN enters where the
+    batch has integers alone; and code that these arguments do not reach.
 
     Args:
       step: the train step, compiled or not, with any arguments and results.

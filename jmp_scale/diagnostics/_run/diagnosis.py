@@ -169,7 +169,7 @@ def diagnose_nonfinite(
         # In this context `autocast` leaves its function in float32.
         with IS_CHECKED(True):
             in_float32 = cause != "overflow" and run(s) == (True, None)
-        return _with_findings(found, in_float32)
+        return _with_finding(found, in_float32)
 
     def leaf(loss: Loss, arrays: Arrays) -> PyTree:
         backward = loss.run(s, rejoin(arrays))
@@ -194,7 +194,7 @@ def diagnose_nonfinite(
             raise errors[0]
         said_last = said(errors[-1]).rstrip(".")
         raised = Diagnosis((), "overflow", None, finite_at, operation=said_last)
-        return _with_findings(raised, False)
+        return _with_finding(raised, False)
     cause = "nan" if finite_at is None else "overflow"
     # Without `autocast` first, which loses the line around jnp.linalg.norm.
     plain = dataclasses.replace(loss, fun=_plain(loss.fun))
@@ -204,21 +204,18 @@ def diagnose_nonfinite(
     return diagnosis(cause, functools.partial(leaf, loss))
 
 
-def _with_findings(found: Diagnosis, in_float32: bool) -> Diagnosis:
+def _with_finding(found: Diagnosis, in_float32: bool) -> Diagnosis:
     """Returns a diagnosis with its finding, of a loss that may be finite in float32."""
-    operation, _, line = (found.operation or "an unknown operation").partition(" at ")
-    backward = "" if found.cause == "forward" else " (backward)"
+    operation, _, where = (found.operation or "an unknown operation").partition(" at ")
+    what = "The loss is" if found.cause == "forward" else "The gradient is"
     rule = "not finite in half precision" if in_float32 else _rule_of(found)
-    where = f"{line}{backward}" if line else ""
     if rule in ("parameters not finite", "argument not finite"):
         where = found.nonfinite_argument or ""
-    values = {
-        "what": "The gradient is" if backward else "The loss is",
-        "operation": operation,
-        "path": leaf_name(found.path or ""),
-        "finite_at": found.finite_at_log2,
-        "argument": found.nonfinite_argument,
-    }
+    elif where and found.cause != "forward":
+        where += " (backward)"
+    path, finite_at = leaf_name(found.path or ""), found.finite_at_log2
+    values = {"what": what, "operation": operation, "path": path}
+    values |= {"finite_at": finite_at, "argument": found.nonfinite_argument}
     return found._replace(findings=(finding(RULES, rule, where, **values),))
 
 

@@ -167,18 +167,14 @@ def _found(opt_state: PyTree, history: LossScaleHistory | None) -> dict[str, Fin
 def _caused(skips: tuple[str, str], tree: PyTree) -> RuleAndValues:
     """Returns what is told of skips: of a loss, whether parameters are the cause."""
     rule, last = skips
-    if rule == "loss not finite" and not _others_are_finite(tree):
-        rule = "parameters not finite"
-    return rule, {"last": last}
-
-
-def _others_are_finite(tree: PyTree) -> bool:
-    """Whether arrays beside states and histories, such as parameters, are finite."""
+    # Parameters are the arrays beside states and histories.
     nodes = LossScaleState, LossScaleHistory
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nodes))
     # Masks are -inf, and what an update breaks is NaN or of both signs.
     known = [jnp.where(x == -jnp.inf, 0, x) for x in leaves if is_inexact(x)]
-    return bool(all_finite(known))
+    if rule == "loss not finite" and not all_finite(known):
+        rule = "parameters not finite"
+    return rule, {"last": last}
 
 
 def _present(state: LossScaleState, steps: Steps | None) -> tuple[str, str] | None:

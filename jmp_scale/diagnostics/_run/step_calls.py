@@ -23,20 +23,8 @@ from ..._tree import find_nodes, is_data, is_inexact, is_module
 from ..._types import Function, PyTree
 from .._findings import Finding, finding
 from .._tables import said
-from .step_leaves import (
-    Named,
-    Path,
-    difference,
-    flat,
-    has_moved,
-    host,
-    is_below,
-    like,
-    matched,
-    named,
-    path_of,
-    sampled,
-)
+from . import step_leaves
+from .step_leaves import Named, Path, flat, has_moved, host, is_below, path_of, sampled
 from .step_rules import RULES
 
 FAR = -(10**6)  # at this counter S does not grow, and a reset is recognized
@@ -136,7 +124,7 @@ class Run:
         old, new = self.before[path], self.after[path]
         is_number, entries = is_inexact(new), host(new)
         finite = not is_number or (np.isfinite(entries) | ~np.isfinite(host(old))).all()
-        step, size = difference(old, new), entries.ndim
+        step, size = step_leaves.difference(old, new), entries.ndim
         return Change(sampled(entries), step, bool(finite), is_number, size)
 
     def moved(self, path: Path) -> bool:
@@ -151,17 +139,16 @@ class Calls:
         self, step: Function, args: PyTree, kwargs: PyTree, carried: Sequence[int]
     ) -> None:
         self._step, self._keywords, self._carried = step, [*kwargs], carried
-        self.labels = [f"args[{i}]" for i in range(len(args))] + self._keywords
+        self.labels = [*map("args[{}]".format, range(len(args))), *kwargs]
         args = [*args, *kwargs.values()]  # a tuple of states would look like a chain
         optimizers = [node for _, node in find_nodes(_is_of_optimizer, args)]
-        self.fixed = _static_scales(args)
+        leaves = jax.tree.leaves(args, is_leaf=_is_scale)
+        # The S of each constant loss scale.
+        self.fixed = [x.loss_scale for x in leaves if isinstance(x, StaticLossScale)]
         args = jax.tree.map(_as_dynamic, args, is_leaf=_is_scale)
         pairs, self._join = flat(args)
-        self._leaves, self.names = {}, {}
-        for keys, leaf in pairs:
-            self._leaves[path := path_of(keys)] = leaf
-            name = jax.tree_util.keystr(keys[1 : len(path)])
-            self.names[path] = self.labels[int(path[0])] + name
+        self._leaves = {path_of(keys): leaf for keys, leaf in pairs}
+        self._keys = {path_of(keys): keys for keys, _ in pairs}
         self.start = {path: x for path, x in self._leaves.items() if is_data(x)}
         # Variables of NNX outside of modules, as in an optimizer's state, are results.
         modules = [path_of(keys) for keys, _ in find_nodes(is_module, args)]
@@ -175,7 +162,7 @@ class Calls:
         self.ours = self.in_optimizers - self._below(*inner)
         self.start |= self._apart()
         self._places: dict[Path, Path] | None = None
-        self.has_optimizer = bool(optimizers or self.scales or self.states)
+        self.has_optimizer = any((optimizers, self.scales, self.states))
         with_s = all(map(find_loss_scale_states, optimizers))
         self.has_other_optimizers = bool(self.states) and not with_s
         self.count = 0
@@ -211,8 +198,10 @@ class Calls:
     ) -> Iterator[Finding]:
         """Yields the finding of a rule at each of these leaves or results."""
         for place in places:
-            name = [*place[:1], *(f"[{key}]" for key in place[1:])]
-            where = self.names.get(place, "".join(name))
+            where = "".join([*place[:1], *(f"[{key}]" for key in place[1:])])
+            if keys := self._keys.get(place):  # as a reader writes it, `args[0]['w']`
+                name = jax.tree_util.keystr(keys[1 : len(place)])
+                where = self.labels[int(place[0])] + name
             yield finding(RULES, rule, where, **values)
 
     @property
@@ -251,7 +240,8 @@ class Calls:
         Returns None if a later call than the first one raises.
         """
         before = self.start | dict(start or {})
-        before |= {path: like(before[path], value) for path, value in values.items()}
+        new = {p: step_leaves.like(before[p], value) for p, value in values.items()}
+        before |= new
         self.count += 1
         try:
             with IS_CHECKED(in_float32):
@@ -295,12 +285,13 @@ class Calls:
 
     def _after(self, before: Named, args: PyTree, out: PyTree) -> tuple[Named, Named]:
         """Returns the leaves after a call, and all other results."""
-        results = named(out)
-        after = {p: x for p, x in named(args).items() if p in self._in_modules}
+        results = step_leaves.named(out)
+        ins = step_leaves.named(args)
+        after = {path: ins[path] for path in self._in_modules if path in ins}
         if self._places is None:
             plain = {path: x for path, x in before.items() if path not in after}
-            whole = self.states + self.scales
-            self._places = matched(plain, results, whole, self._carried)
+            given = plain, results, self.states + self.scales, self._carried
+            self._places = step_leaves.matched(*given)
         for path, place in self._places.items():
             if place in results:
                 after[path] = results.pop(place)
@@ -317,12 +308,6 @@ def _as_dynamic(x: PyTree) -> PyTree:
     if not isinstance(x, LossScale) or isinstance(x, (NoOpLossScale, DynamicLossScale)):
         return x
     return DynamicLossScale(jnp.full(jnp.shape(x.loss_scale), 8.0))
-
-
-def _static_scales(args: PyTree) -> list[float]:
-    """Returns the S of each `StaticLossScale`."""
-    leaves = jax.tree.leaves(args, is_leaf=_is_scale)
-    return [x.loss_scale for x in leaves if isinstance(x, StaticLossScale)]
 
 
 def _is_of_optimizer(node: PyTree) -> bool:

@@ -17,7 +17,7 @@ from ..._tree import is_inexact
 from ..._types import PyTree
 from .._findings import Finding
 from .step_base import NOISE, Base, is_other
-from .step_calls import Change, Run
+from .step_calls import Run
 from .step_leaves import Named, Path, copies_of, has_moved, host, seem_to_come_back
 from .step_powers import Row, count_of_power
 
@@ -91,14 +91,14 @@ def adjusts_s(base: Base) -> Findings:
 
 def changes_something(base: Base) -> Findings:
     """Checks that parameters are among what the applied steps changed."""
-    start, last, weights = base.first.before, base.last, base.last.weights
-    changed = {path for path, x in last.after.items() if has_moved(start[path], x)}
+    start, weights = base.first.before, base.last.weights
+    changed = {p for p, x in base.last.after.items() if has_moved(start[p], x)}
     # A window of MultiSteps may be longer.
-    in_window = any(path[-1] == "mini_step" for path in changed)
-    if not (weights or changed):
-        yield from base.found("nothing comes back")
-    elif weights and changed.isdisjoint(weights) and not in_window:
+    learns = not changed.isdisjoint(weights) or "mini_step" in {p[-1] for p in changed}
+    if weights and not learns:
         yield from base.found("nothing learned", [weights[0]], calls=base.calls.count)
+    elif not changed:
+        yield from base.found("nothing comes back")
     if not changed:
         yield OVER
 
@@ -207,9 +207,9 @@ def reported_unscaled(base: Base) -> Findings:
     rows = base.several_s.rows(reports)
     if not _telling(base):  # a mean that a step carries
         rows |= base.several_s.changing
-    scaled = [path for path, row in rows.items() if row.direction]
-    on_purpose = [p for p in scaled if "scale" in "".join(p).lower() and p not in means]
-    yield from base.found("reported scaled", [p for p in scaled if p not in on_purpose])
+    for path in [path for path, row in rows.items() if row.direction]:
+        if path in means or "scale" not in "".join(path).lower():
+            yield from base.found("reported scaled", [path])
 
 
 def unscaled_by_its_own_s(base: Base) -> Findings:
@@ -219,14 +219,11 @@ def unscaled_by_its_own_s(base: Base) -> Findings:
     if new is None or new.skipped or not new.moved(base.calls.places_of_s[0]):
         return
     for path in old.learning:
-        if is_other(new, old, [path]) and (old.moving or _is_halved(new, old, path)):
+        steps = old.change(path).step, new.change(path).step
+        # Weights change by a power of 2: a target is copied at some counters.
+        is_halved = count_of_power(*steps, 1, NOISE * np.abs(steps[0]) / 4) != 0
+        if is_other(new, old, [path]) and (old.moving or is_halved):
             yield from base.found("unscaled by the next S", [path])
-
-
-def _is_halved(new: Run, old: Run, path: Path) -> bool:
-    """Whether weights change by a power of 2: a target is copied at some counters."""
-    steps = old.change(path).step, new.change(path).step
-    return count_of_power(*steps, 1, NOISE * np.abs(steps[0]) / 4) != 0
 
 
 def overflow_is_skipped(base: Base) -> Findings:
@@ -260,8 +257,8 @@ def reads_its_parameters(base: Base) -> Findings:
     run, later = base.later.run, base.later
     losses = [path for path in run.results if is_inexact(run.results[path])]
     # A linear loss has the same gradients too, but moves on.
-    stay = all(not has_moved(base.run.results[p], run.results[p]) for p in losses)
-    if later is not base and losses and run.moving and stay:
+    moved = {has_moved(base.run.results[path], run.results[path]) for path in losses}
+    if later is not base and run.moving and moved == {False}:
         other = later.with_other_weights(later.s)
         if other is not None and not is_other(other, run, run.moving):
             yield from base.found("captured parameters", [run.weights[0]])
@@ -276,8 +273,10 @@ def infinite_s(base: Base) -> Findings:
             yield from _of_one_scale(base.later, run, scale)
     if len(calls.scales) > 1:
         run = base.later.call("S = inf", s=np.inf)
-    if run is not None:
-        yield from _of_all_scales(base.later, run)
+    if run is not None and run.is_skipped:
+        again = base.later.after(run, np.inf)
+        yield from _left_finite(base.later, run)
+        yield from _left_unchanged(base.later, run, again)
 
 
 def _of_one_scale(base: Base, run: Run, scale: Path) -> Findings:
@@ -310,14 +309,6 @@ def _not_skipped(base: Base, run: Run, scale: Path) -> Findings:
         yield from base.found("overflow hidden", [place])
 
 
-def _of_all_scales(base: Base, run: Run) -> Findings:
-    """Checks what a step leaves that each optimizer skipped."""
-    if run.is_skipped:
-        again = base.after(run, np.inf)
-        yield from _left_finite(base, run)
-        yield from _left_unchanged(base, run, again)
-
-
 def _left_finite(base: Base, run: Run) -> Findings:
     """Checks that the next steps make finite again what a step did not leave so."""
     last = base.window_after(run) if run.broken else run
@@ -331,16 +322,13 @@ def _left_unchanged(base: Base, run: Run, again: Run | None = None) -> Findings:
     if base.calls.has_other_optimizers:
         return  # these skip nothing, as their gradients have no S
     for path, change in run.changes.items():
-        if change.ndim and change.stays_finite and not _is_usual(base, path, change):
+        # A counter, data, or a statistic changes as on any other step.
+        counts = not change.is_float or np.isin(change.step, (0, 1)).all()
+        is_usual = counts or change.is_as(base.run.changes[path])
+        if change.ndim and change.stays_finite and not is_usual:
             is_copy = again is not None and not again.moved(path)
             rule = "put back" if is_copy else "changed on a skip"
             yield from base.found(rule, [path])
-
-
-def _is_usual(base: Base, path: Path, change: Change) -> bool:
-    """Whether a leaf changes as on any other step: a counter, data, a statistic."""
-    counts = not change.is_float or np.isin(change.step, (0, 1)).all()
-    return bool(counts or change.is_as(base.run.changes[path]))
 
 
 def spike(base: Base) -> Findings:

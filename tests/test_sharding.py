@@ -13,6 +13,7 @@ from helpers import (
     TWO_AXES,
     assert_bitwise_equal,
     by_name,
+    compilations,
     on_each_device,
     sharded,
     varying,
@@ -24,13 +25,7 @@ from jax.sharding import reshard
 import jmp_scale
 
 LOSS_SCALE = jmp_scale.DynamicLossScale(2.0**10)
-COMPILATIONS = []
-
-
-@jax.monitoring.register_event_duration_secs_listener
-def count_compilations(event, *_, **__):
-    if event.endswith("backend_compile_duration"):
-        COMPILATIONS.append(event)
+COMPILATIONS = compilations()
 
 
 def example(bad_device=None):

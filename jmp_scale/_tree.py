@@ -140,7 +140,7 @@ def multiply(function: str, tree: T, s: jax.Array, *, inverse: bool = False) -> 
 
     def times(x: jax.Array, s: jax.Array) -> jax.Array:
         factor = s.astype(x.dtype)
-        # For a quotient XLA:CPU would copy the gradients (test_performance).
+        # For a quotient XLA:CPU would copy the gradients (test_targets).
         return x * (1 / factor if inverse else factor)
 
     def multiply_array(x: jax.Array, s: jax.Array) -> jax.Array:

@@ -194,7 +194,13 @@ def _sum_of_parts(
     total = gradient.array
     sharding: NamedSharding = jax.typeof(total).sharding
     axes = _mesh.unreduced_axes(total)
-    _require_parts_of_sum(gradient, axes, sharding.spec)
+    kind = getattr(sharding.spec, "unreduced_kind", None)  # since jax 0.12
+    if kind is not None and kind.name != "sum":
+        raise gradient.error(
+            "parts of a sum",
+            f"unreduced over {axes} by {kind.name}",
+            "jax.sharding.reshard it to the parameters' shardings",
+        )
     _require_axes(gradient, axes, names, may_be_sum)
     spec = _spec_like(gradient)
     _check_split(gradient, spec, sharding.mesh)
@@ -205,18 +211,6 @@ def _sum_of_parts(
         return total
     # A sum that could not be made in shares is cut here.
     return jax.sharding.reshard(total, NamedSharding(sharding.mesh, spec))
-
-
-def _require_parts_of_sum(
-    gradient: _Gradient, axes: _mesh.Axes, spec: PartitionSpec
-) -> None:
-    kind = getattr(spec, "unreduced_kind", None)  # since jax 0.12
-    if kind is not None and kind.name != "sum":
-        raise gradient.error(
-            "parts of a sum",
-            f"unreduced over {axes} by {kind.name}",
-            "jax.sharding.reshard it to the parameters' shardings",
-        )
 
 
 def _require_axes(

@@ -28,12 +28,14 @@ from jmp_scale import autocast, diagnostics, in_half, keep_float32
 W, X = arrays((4, 4), (4, 4))
 NAMES = [f"layer{i}" for i in range(11)]  # sorted, layer10 comes before layer2
 DTYPES = ["float32", "bfloat16"]
+TRACED = set()  # dtypes of layers
 new_ref = getattr(jax, "new_ref", None) or jax.array_ref
 
 
 def chain(layers, seen, x):
     """Runs layers in their order, and writes what it sees into `seen`."""
     seen[:] = [*layers]
+    TRACED.update(w.dtype for w in layers.values())
     for each in layers.values():
         x = jnp.tanh(x @ each)
     return x
@@ -159,7 +161,9 @@ def test_what_a_function_holds_keeps_its_order_and_what_a_call_writes(name, dtyp
     layers, seen = {name: w.astype(dtype) for name, w in turned.items()}, []
     fun = HOLDERS[name](layers, seen)
     wanted = chain(layers, [], X)
+    TRACED.clear()
     np.testing.assert_allclose(autocast(fun, "float16")(X), wanted, atol=0.05)
+    assert jnp.dtype("float32") in TRACED
     assert seen == NAMES
     assert getattr(fun, "calls", 1) == 1
     assert all(each.dtype == dtype for each in layers.values())

@@ -69,14 +69,6 @@ class Provenances(dict[Var, Provenance]):
     def __missing__(self, v: Var) -> Provenance:
         return Provenance()
 
-    def is_parameter(self, v: Var) -> bool:
-        """Whether a value is an argument or constant, perhaps moved or scaled."""
-        return self[v].origin is Origin.PARAMETER
-
-    def is_constant(self, v: Var) -> bool:
-        """Whether a value is computed from integers and constants alone."""
-        return self[v].is_constant
-
     def all_have(self, inputs: Iterable[Var], fact: str) -> bool:
         """Whether a fact, such as "is_fixed", holds for all values."""
         return all(getattr(self[v], fact) for v in inputs)
@@ -223,8 +215,8 @@ class Reading:
             return None
         decision = fate(
             eqn,
-            is_parameter=self.provenance.is_parameter,
-            is_constant=self.provenance.is_constant,
+            is_parameter=lambda v: self.origin(v) is Origin.PARAMETER,
+            is_constant=lambda v: self.provenance[v].is_constant,
             is_exempt=self.rules.is_exempt,
         )
         if decision is not Fate.BECOMES_HALF:
@@ -329,9 +321,9 @@ class Reading:
         if self._returns_data(step) or not known.all_have(sources, "origin"):
             return data
         scales = _jaxpr.name_of(eqn) in _jaxpr.SCALINGS
-        is_parameter = scales and any(map(known.is_parameter, sources))
+        highest = max((known[v].origin for v in sources), default=Origin.ARGUMENTS)
         return data._replace(
-            origin=Origin.PARAMETER if is_parameter else Origin.ARGUMENTS,
+            origin=highest if scales else Origin.ARGUMENTS,
             has_float32_grad=any(known[v].has_float32_grad for v in sources),
         )
 

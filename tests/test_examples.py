@@ -224,12 +224,13 @@ def test_a_run_that_diverges_goes_back_and_one_that_is_killed_takes_the_same_way
 
 
 # The tolerance is of the rounding of a product's result, and of that of the gradient.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "tolerance", "options"),
     [
         ("float32", 2e-6, {"z_loss": 0.1}),
         ("bfloat16", 2e-2, {"soft_cap": 3.0}),
-        pytest.param("float16", 2e-3, {}, marks=pytest.mark.slow),
+        ("float16", 2e-3, {}),
     ],
 )
 def test_a_loss_without_logits_has_the_value_and_gradients_of_the_plain_one(

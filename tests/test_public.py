@@ -19,7 +19,7 @@ from helpers import assert_bitwise_equal
 
 import jmp_scale
 import jmp_scale.nnx
-from jmp_scale import DynamicLossScale, SpikeGuard, _policy, diagnostics
+from jmp_scale import DynamicLossScale, SpikeGuard, _policy, diagnostics, presets
 from jmp_scale.linen import TrainState
 from jmp_scale.nnx import Optimizer
 
@@ -81,6 +81,7 @@ def linear():
 
 
 HALF = jmp_scale.autocast(loss, "float16")
+STATE = jmp_scale.with_loss_scale(ADAM, SCALE).init(PARAMS)
 LINEN = {"apply_fn": loss, "params": PARAMS, "tx": ADAM, "loss_scale": SCALE}
 LINEN = TrainState.create(**LINEN)
 # What is called later, by a worker that it was sent to.
@@ -108,6 +109,36 @@ CALLED = {
 def test_a_function_that_comes_back_from_cloudpickle_returns_the_same(name):
     fun, args = CALLED[name], [linear() if name.startswith("nnx") else PARAMS]
     assert_bitwise_equal(pickle.loads(cloudpickle.dumps(fun))(*args), fun(*args))
+
+
+# What functions of each other kind return.
+RESULTS = {
+    "with_loss_scale": lambda: jmp_scale.with_loss_scale(ADAM, guard=SpikeGuard()),
+    "with_half_storage": lambda: jmp_scale.with_half_storage(ADAM),
+    "states": lambda: [STATE, LINEN, Optimizer(linear(), ADAM)],
+    "configurations": lambda: [
+        jmp_scale.get_policy("p=f32,c=f16"),
+        jmp_scale.get_loss_scale("dynamic"),
+        presets.pytorch(),
+        presets.mpx(8.0, 1.0),
+    ],
+    "diagnostics": lambda: [
+        diagnostics.LossScaleHistory.create(3),
+        diagnostics.HealthLog(),
+        diagnostics.metrics(STATE, PARAMS),
+        diagnostics.precision_report(HALF, PARAMS),
+        diagnostics.compare_gradients(HALF, loss, PARAMS),
+        diagnostics.diagnose_nonfinite(lambda p: jnp.log(-loss(p)), SCALE, PARAMS),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_result_comes_back_from_cloudpickle(name):
+    result = RESULTS[name]()
+    restored = pickle.loads(cloudpickle.dumps(result))
+    assert type(restored) is type(result)
+    assert len(jax.tree.leaves(restored)) == len(jax.tree.leaves(result))
 
 
 # jmp's own test suite, from its wheel, with jmp_scale in place of jmp.

@@ -425,8 +425,8 @@ def ensemble():
     return jax.jit(jax.vmap(learned)), args
 
 
-def several_steps_in_a_call():
-    step, (params, state, _) = step_of()
+def several_steps_in_a_call(change=nothing):
+    step, (params, state, _) = step_of(change=change)
 
     def one(carry, x):
         *carry, loss = step(*carry, x)
@@ -606,6 +606,7 @@ WRONG = {
         **cases(step_of, change=unscaled_twice, ls="static", dtype="bfloat16"),
         **cases(step_of, change=unscaled_twice, inner=["sgd", "clip"]),
         **cases(average, change=unscaled_twice, accumulate=True),
+        **cases(several_steps_in_a_call, change=unscaled_twice),
         **cases(nnx_step, change=unscaled_twice),
     },
     "S not used": {

@@ -33,6 +33,7 @@ check_step = diagnostics.check_step
 
 # Only one of these is the cause.
 CAUSES = {"never unscaled", "unscaled twice", "clipped while scaled"}
+CAUSES |= {"unscaled by the next S"}
 # Of each rule about S, and about what a skip leaves, the first step runs by default.
 LATER = {"replicas diverge", "guard without a loss", "comes back in half precision"}
 LATER |= {"captured parameters", "reported scaled", "put back", "S adjusted twice"}

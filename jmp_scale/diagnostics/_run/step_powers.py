@@ -83,11 +83,16 @@ def count_of_power(
     nothing else makes one of them so small.
     """
     off, differ = _ROUNDINGS * unit, ((old != 0) | (new != 0)).sum()
-    known = (np.maximum if is_exact else np.minimum)(abs(old), abs(new))
-    is_clear = (old != 0) & (known > _CLEAR * off)
+    smaller, larger = np.sort([abs(old), abs(new)], axis=0)
+    is_clear = (old != 0) & ((larger if is_exact else smaller) > _CLEAR * off)
+    grows = is_exact & (smaller > _CLEAR * off)  # with the roundings of `old`
     for way in (1, -1):
         factors = [2.0 ** (way * k * power) for power in _POWERS]
-        agree = np.any([abs(new - old * factor) <= off for factor in factors], axis=0)
+        limits = [np.where(grows, max(factor, 1), 1) * off for factor in factors]
+        pairs = zip(factors, limits, strict=True)
+        agree = [abs(new - old * factor) <= limit for factor, limit in pairs]
+        agree[1] &= new != 0  # what a clip limits stays as it is from some S on
+        agree = np.any(agree, axis=0)
         count = int((agree & is_clear & (way * (abs(new) - abs(old)) > 0)).sum())
         if count > differ / 2:
             return way * count

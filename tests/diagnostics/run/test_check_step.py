@@ -205,6 +205,13 @@ def test_three_s_tell_a_power(of_s, direction, is_flat_below):
         assert row.is_flat_below == is_flat_below
 
 
+def test_growth_beside_an_old_moment_that_a_clip_ends_is_growth():
+    powers = [*range(-37, 54, 10)]
+    grown = np.minimum(45.8 * 2.0 ** np.array(powers)[:, None], 0.002)
+    entries = (0.0062 + grown * np.linspace(1, 2, 16)).astype("float32")
+    assert Row(powers, entries.astype(float), 2.0**-23, True).direction == 1
+
+
 def test_autocast_is_float32_while_a_step_is_checked():
     half = jmp_scale.autocast(linear, "float16")
     stored = {"w": WEIGHTS["w"].astype("bfloat16")}

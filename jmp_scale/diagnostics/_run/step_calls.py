@@ -42,6 +42,11 @@ class Change(NamedTuple):
     is_float: bool
     ndim: int
 
+    @property
+    def counts(self) -> bool:
+        """Whether a leaf has integers, or changes by 0 or 1."""
+        return not self.is_float or bool(np.isin(self.step, (0, 1)).all())
+
     def is_as(self, other: "Change") -> bool:
         return np.array_equal(self.new, other.new, equal_nan=True)
 
@@ -286,8 +291,8 @@ class Calls:
     def _after(self, before: Named, args: PyTree, out: PyTree) -> tuple[Named, Named]:
         """Returns the leaves after a call, and all other results."""
         results = step_leaves.named(out)
-        ins = step_leaves.named(args)
-        after = {path: ins[path] for path in self._in_modules if path in ins}
+        ins = step_leaves.named(args).items()
+        after = {path: x for path, x in ins if path in self._in_modules}
         if self._places is None:
             plain = {path: x for path, x in before.items() if path not in after}
             given = plain, results, self.states + self.scales, self._carried

@@ -325,8 +325,7 @@ def _left_unchanged(base: Base, run: Run, again: Run | None = None) -> Findings:
         return  # these skip nothing, as their gradients have no S
     for path, change in run.changes.items():
         # A counter, data, or a statistic changes as on any other step.
-        counts = not change.is_float or np.isin(change.step, (0, 1)).all()
-        is_usual = counts or change.is_as(base.run.changes[path])
+        is_usual = change.counts or change.is_as(base.run.changes[path])
         if change.ndim and change.stays_finite and not is_usual:
             is_copy = again is not None and not again.moved(path)
             rule = "put back" if is_copy else "changed on a skip"

@@ -17,6 +17,7 @@ import jax
 import jax.extend.core.primitives
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var  # pyright: ignore[reportPrivateImportUsage]
 from jax.extend.source_info_util import NameStack
@@ -108,6 +109,9 @@ def _public_primitives() -> dict[str, Primitive]:
     # JAX has no list of its primitives, so they are collected from public modules.
     modules = jax.lax, jax.extend.core.primitives
     values = [value for module in modules for value in vars(module).values()]
+    # That of `checkpoint_name` is in none of them on jax 0.8.
+    named = jax.make_jaxpr(lambda x: checkpoint_name(x, ""))(0.0)
+    values += [e.primitive for e in named.eqns if e.primitive.name == "name"]
     return {value.name: value for value in values if isinstance(value, Primitive)}
 
 

@@ -212,6 +212,18 @@ def test_specs_are_joined_whatever_the_axis_name(axis_name):
     assert finite(x).tolist() == [False, axis_name != "batch"]
 
 
+THREE = jax.make_mesh((3,), ("k",), (AxisType.Auto,), devices=jax.devices()[:3])
+
+
+@pytest.mark.parametrize(
+    ("specs", "mesh"),
+    [({"a": P("i")}, None), (P("k"), THREE), ({"b": P("i")}, ONE_AXIS)],
+)
+def test_specs_that_do_not_fit_are_an_error(specs, mesh):
+    with pytest.raises(ValueError, match=r"."):
+        jmp_scale.all_finite({"a": jnp.ones(8)}, specs=specs, mesh=mesh)
+
+
 WHOLE_NORM = {
     **{k: SHARDED[k] for k in ("1-D", "2-D", "Explicit")},
     "Explicit, one of two": (EXPLICIT_TWO, P("j")),

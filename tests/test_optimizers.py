@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_bitwise_equal, by_name, count_traces
+from helpers import assert_bitwise_equal, by_name, count_traces, reference_rule
 from optimizers import GOOD, OPTIMIZERS, PARAMS, stepper
 
 import jmp_scale
@@ -179,3 +179,37 @@ def test_optax_maps_over_the_parameters_within_the_state():
     mu = state.inner_state[0].mu
     assert_bitwise_equal(doubled.inner_state[0].mu, jax.tree.map(jnp.add, mu, mu))
     assert_bitwise_equal(doubled.loss_scale, state.loss_scale)
+
+
+def test_a_run_with_bad_gradients_and_losses_is_that_of_a_loop_in_plain_python():
+    clip = optax.clip_by_global_norm(0.5)
+    inner = optax.chain(clip, optax.adam(lambda n: 0.1 / (1 + n)))
+    rule = {"period": 2, "hysteresis": 2}
+    tx = dynamic(inner, **rule)
+    random, kinds = np.random.RandomState(0), ["f2", "f4", "bfloat16", "f4"]
+    params = [np.float32(random.randn(*s)) for s in ((), (3,), (2, 2), (0,))]
+    step = jax.jit(lambda g, s, p, loss: tx.update(g, s, p, value=loss))
+    plain_step = jax.jit(inner.update)
+    plain, plain_state, state = params, inner.init(params), tx.init(params)
+    grads_finite = [True, False, False, True, True, False, True, True, False, True]
+    loss_finite = [True, True, False, True, False, False, True, True, True, True]
+    expected = reference_rule(grads_finite, 2.0**10, loss_finite=loss_finite, **rule)
+    skipped, in_a_row = 0, 0
+    for i, applied in enumerate(np.logical_and(grads_finite, loss_finite)):
+        pairs = zip(params, kinds, strict=True)
+        grads = [jnp.asarray(random.randn(*p.shape), k) for p, k in pairs]
+        grads[i % 3] = grads[i % 3] if grads_finite[i] else grads[i % 3] * NAN
+        loss = 1.0 if loss_finite[i] else INF
+        updates, state = step(grads, state, params, loss)
+        params = optax.apply_updates(params, updates)
+        if applied:
+            wide = [g.astype(jnp.float32) for g in grads]
+            updates, plain_state = plain_step(wide, plain_state, plain)
+            plain = optax.apply_updates(plain, updates)
+        skipped, in_a_row = skipped + (not applied), 0 if applied else in_a_row + 1
+        assert (state.skipped, state.skipped_in_a_row) == (skipped, in_a_row)
+        assert state.nonfinite_losses == loss_finite[: i + 1].count(False)
+        s = state.loss_scale
+        assert (s.loss_scale, s.counter, s.hysteresis_left) == expected[i]
+        for a, b in zip(params, plain, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

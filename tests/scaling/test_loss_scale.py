@@ -203,6 +203,25 @@ def test_every_field_survives(made):
 
 
 @pytest.mark.parametrize(
+    ("made", "names"),
+    [
+        (NoOpLossScale(), ""),
+        (StaticLossScale(8.0), ""),
+        (DynamicLossScale(), "loss_scale counter"),
+        (DynamicLossScale(hysteresis=2), "loss_scale counter hysteresis_left"),
+        (
+            jmp_scale.SpikeGuard(),
+            "loss_mean loss_deviation loss_steps norm_mean norm_deviation norm_steps "
+            "accepted in_a_row",
+        ),
+    ],
+)
+def test_leaves_are_named(made, names):
+    leaves, _ = jax.tree_util.tree_flatten_with_path(made)
+    assert [path[0].name for path, _ in leaves] == names.split()
+
+
+@pytest.mark.parametrize(
     ("made", "text"),
     [
         (DynamicLossScale(), "DynamicLossScale()"),
@@ -292,3 +311,14 @@ def test_only_half_looks_at_the_devices(monkeypatch):
 def test_a_power_that_is_no_number_is_an_unknown_loss_scale(spec):
     with pytest.raises(ValueError, match="unknown loss scale"):
         get_loss_scale(spec)
+
+
+def test_a_dictionary_scales_each_loss_by_its_own_s_and_unscales_it_exactly():
+    loss_scales = [DynamicLossScale(8.0), StaticLossScale(2.0), NoOpLossScale()]
+    loss_scales = dict(zip("abc", loss_scales, strict=True))
+    losses = {"a": jnp.float16(3.0), "b": jnp.float32(0.1), "c": jnp.float32(5.0)}
+    is_leaf = {"is_leaf": lambda x: isinstance(x, jmp_scale.LossScale)}
+    scaled = jax.tree.map(jmp_scale.scale, loss_scales, losses, **is_leaf)
+    assert scaled == {"a": 24, "b": jnp.float32(0.2), "c": 5}
+    unscaled = jax.tree.map(jmp_scale.unscale, loss_scales, scaled, **is_leaf)
+    assert unscaled == losses | {"a": 3}

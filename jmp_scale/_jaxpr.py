@@ -255,9 +255,10 @@ def params_of(eqn: JaxprEqn) -> dict[str, Any]:
 
 def has_effects(eqn: JaxprEqn) -> bool:
     """Whether an equation does more than to return results; `Scan3` does not say it."""
-    if eqn.effects or _BOX not in eqn.params:
-        return bool(eqn.effects)
-    return any(map(is_reference, variables(eqn.invars)))
+    is_boxed = _BOX in eqn.params
+    return bool(eqn.effects) or (
+        is_boxed and any(map(is_reference, variables(eqn.invars)))
+    )
 
 
 # An object of hijax contains the result of `jax.jit(f).trace`.

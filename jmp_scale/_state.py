@@ -177,8 +177,8 @@ def is_loss_scale_state(node: PyTree) -> bool:
 def is_half_storage(node: PyTree) -> bool:
     """Whether a node is a `HalfStorageState`, or the mapping that Flax made of it.
 
-    Of a mapping, proven is that it has no other names, and integers by one that is not
-    `inner_state`: parameters of these names are floating-point.
+    Of a mapping, proven is that all its names are fields of that class, and that it
+    has integers besides `inner_state`. Parameters of these names are floating-point.
     """
     if not isinstance(node, Mapping):
         return isinstance(node, HalfStorageState)

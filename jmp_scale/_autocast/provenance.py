@@ -242,7 +242,7 @@ class Reading:
     def _moves(self, eqn: JaxprEqn) -> bool:
         """Proven is that all entries of the result are entries of the first operand.
 
-        So to move a stored array and to cast it is one in either order.
+        So a stored array may be moved before or after it is cast.
         """
         if _jaxpr.name_of(eqn) == "broadcast_in_dim":
             return _jaxpr.size(eqn.invars[0]) == _jaxpr.size(eqn.outvars[0])
@@ -358,7 +358,7 @@ def _is_integer(v: Var) -> bool:
 def _tables_of(jaxpr: Jaxpr) -> set[Var]:
     """Returns arrays of which rows are looked up, also after they are resharded.
 
-    One that is not found is only sent in half precision, like a weight.
+    A table that is not found is sent in half precision, like a weight.
     """
     tables: set[Var] = set()
     for eqn in reversed(jaxpr.eqns):

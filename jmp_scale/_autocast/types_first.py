@@ -176,9 +176,9 @@ _Operation = tuple[JaxprEqn | None, list[Any]]
 def _is_one(wide: Traced, given: Traced) -> bool:
     """Whether two traces are one program, in float32 and in the dtypes as given.
 
-    Proven is that the same operations read the same operands, sizes and numbers. They
-    do not if it computes with bits of an array, with its size in bytes, or with
-    whatever else it chooses by a dtype.
+    Proven is that the same operations read the same operands, sizes and numbers. That
+    fails for a function that computes with bits of an array, with its size in bytes, or
+    with anything else that it chooses by a dtype.
     """
     one, other = _operations(wide.program), _operations(given.program)
     is_one = wide.paths == given.paths and len(one) == len(other)
@@ -277,8 +277,8 @@ def _factors() -> list[float]:
 def _loses_arrays(program: Any) -> bool:
     """Whether a rule for derivatives reads arrays of the trace, which is over.
 
-    JAX runs such rules later. It then takes those arrays for constants: proven by the
-    gradient itself, in which they are found, or which raises.
+    JAX runs such rules later, and then takes those arrays for constants. The proof is
+    the gradient: it has arrays of the trace among its constants, or it raises.
     """
     names = map(_jaxpr.name_of, _jaxpr.equations(program))
     if not any(name.startswith("custom_") for name in names):

@@ -17,9 +17,8 @@ from compilers import figures
 
 from jmp_scale._cpu import has_bfloat16_units, processor_name
 from jmp_scale._machine import versions
-from jmp_scale.diagnostics._timing import seconds_of
+from jmp_scale.diagnostics._timing import CONTROL, seconds_of
 
-CONTROL = " beside itself"  # the first program's name goes before
 _SAMPLE = 0.1  # seconds that the calls of one sample take
 _SPARE = 6  # seconds in which what is compiled can be clocked
 
@@ -56,12 +55,11 @@ class Clock:
 
     def say_machine(self) -> None:
         device = jax.devices()[0]
-        load = [round(each, 2) for each in os.getloadavg()]
         self.say(
             device=f"{jax.device_count()} x {device.device_kind}",
             processor=processor_name(),
             bfloat16_units=has_bfloat16_units(),
-            load=load,
+            load=[round(each, 2) for each in os.getloadavg()],
             versions=versions(PACKAGES),
             date=time.strftime("%Y-%m-%d"),
             commit=_commit(),
@@ -91,9 +89,7 @@ class Clock:
                 self.time_in_turn(title + SO_FAR, runs, rounds=3)
         self.time_in_turn(title, runs, rounds)
 
-    def _compiled(
-        self, title: str, name: str, program: Program
-    ) -> Callable[[], object]:
+    def _compiled(self, title: str, name: str, program: Program) -> Callable[[], Any]:
         """Returns a function of no arguments, and says what the compiler made."""
         print(f"{title}: compiling {name}", file=sys.stderr, flush=True)
         fun, args, carried = program
@@ -101,8 +97,7 @@ class Clock:
         lowered = jax.jit(fun, donate_argnums=tuple(range(carried))).lower(*args)
         traced = time.monotonic()
         compiled = lowered.compile()
-        seconds = time.monotonic() - traced
-        found = figures(compiled)
+        done, found = time.monotonic(), figures(compiled)
         self.say(
             title=title,
             name=name,
@@ -110,7 +105,7 @@ class Clock:
             kernels=found.kernels,
             bytes=found.bytes_accessed,
             trace_s=round(traced - start, 2),
-            compile_s=round(seconds, 2),
+            compile_s=round(done - traced, 2),
         )
         state = args[:carried]
 

@@ -74,6 +74,7 @@ def with_fields(tree: T, /, **fields: PyTree) -> T:
 
 def _instance(cls: type[T], fields: dict[str, PyTree]) -> T:
     """Creates an object with these fields, without calling its constructor."""
+    _register_state_dict(cls)
     instance = object.__new__(cls)
     instance.__dict__.update(fields)  # in C, for every call of a compiled step
     return instance
@@ -114,14 +115,14 @@ def register(cls: type[C]) -> type[C]:
 
 
 def register_state_dicts() -> None:
-    """Registers the classes whose objects were made before Flax was imported."""
+    """Registers the classes whose objects were all made before Flax was imported."""
     for cls in _classes:
         _register_state_dict(cls)
 
 
 def _register_state_dict(cls: type) -> None:
     """Lets `flax.serialization`, if imported, save and restore objects of a class."""
-    # Constructors call this, because Flax is usually imported before an object is made.
+    # Called wherever objects are made: Flax may be imported at any time.
     flax: Any = sys.modules.get("flax.serialization")
     if flax is not None and not flax.is_serializable(cls):
         flax.register_serialization_state(cls, leaves_by_name, _from_state_dict)

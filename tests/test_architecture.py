@@ -166,8 +166,9 @@ def test_nothing_else_is_imported():
     assert set.union(*(imports(name)[1] for name in MODULES)) <= allowed
 
 
-FLAX_FIRST = "import flax.serialization; import jmp_scale as jmp"
-FLAX_LAST = "import jmp_scale as jmp; print(*sys.modules); import flax.serialization"
+MADE = "import jmp_scale as jmp; made = jmp.DynamicLossScale(8.0)"
+FLAX_FIRST = f"import flax.serialization; {MADE}"
+FLAX_LAST = f"{MADE}; print(*sys.modules); import flax.serialization"
 ORDERS = [pytest.param(FLAX_FIRST, marks=pytest.mark.slow), FLAX_LAST]
 
 
@@ -177,9 +178,11 @@ def lines_of_a_process(imports):
     code = f"""
 import sys
 {imports}
-import optax
+import jax, optax
 from jax import numpy as jnp
-states = {{"dynamic": jmp.DynamicLossScale(8.0), "static": jmp.StaticLossScale(4.0),
+data = flax.serialization.to_bytes(jax.device_get(made))
+assert flax.serialization.from_bytes(made, data).loss_scale == 8
+states = {{"dynamic": made, "static": jmp.StaticLossScale(4.0),
           "wrapped": jmp.with_loss_scale(optax.adam(0.1)).init(jnp.ones(2))}}
 data = flax.serialization.to_bytes(states)
 states["dynamic"] = jmp.DynamicLossScale(2.0, period=5)

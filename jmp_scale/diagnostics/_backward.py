@@ -5,7 +5,7 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,17 @@ from .._tree import find_nodes, is_array, is_inexact, is_module, split_arrays
 from .._types import Arrays, Function, PyTree, Scalar
 from .._validation import require_callable
 
+F = TypeVar("F", bound=Function)
+
 # XLA may omit a rounding that the program asks for, depending on machine and version.
 # With this option the program is measured as it is written.
 ALL_ROUNDINGS: dict[str, bool | str] = {"xla_allow_excess_precision": False}
+
+
+def meets_nonfinite(tool: F) -> F:
+    """Lets a tool meet NaN and infinity, at which JAX's debug flags stop a program."""
+    quiet: Any = jax.debug_nans(False)
+    return quiet(jax.debug_infs(False)(tool))
 
 
 @jax.tree_util.register_dataclass

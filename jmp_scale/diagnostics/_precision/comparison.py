@@ -213,6 +213,7 @@ class GradientComparison(NamedTuple):
         return summary_of(fine, self.findings, *details)
 
 
+@_backward.meets_nonfinite
 def compare_gradients(
     half_loss: Function,
     loss: Function,

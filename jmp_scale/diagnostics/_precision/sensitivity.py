@@ -127,6 +127,7 @@ class SensitiveProducts(NamedTuple):
         return summary_of(fine, self.findings, *details)
 
 
+@_backward.meets_nonfinite
 def sensitive_products(
     loss: Function,
     *args: PyTree,

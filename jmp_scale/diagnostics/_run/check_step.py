@@ -9,6 +9,7 @@ import jax
 from ..._tree import is_data, is_module
 from ..._types import Function, PyTree
 from ..._validation import require_callable
+from .._backward import meets_nonfinite
 from .._findings import Finding, are_notes, summary_of
 from .._tables import printed, with_progress
 from .step_base import base_of
@@ -43,6 +44,7 @@ class StepCheck(NamedTuple):
         return summary_of(fine, self.findings, *left)
 
 
+@meets_nonfinite
 def check_step(
     step: Function, /, *args: PyTree, carried: Sequence[int] = (), **kwargs: PyTree
 ) -> StepCheck:

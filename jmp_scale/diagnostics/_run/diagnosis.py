@@ -16,7 +16,7 @@ from ..._scaling.loss_scale import LossScale, scale_value
 from ..._state import IS_CHECKED
 from ..._tree import is_array
 from ..._types import Arrays, Function, PyTree
-from .._backward import Backward, Loss, concrete_arrays
+from .._backward import Backward, Loss, concrete_arrays, meets_nonfinite
 from .._findings import Finding, Rule, are_notes, finding, summary_of
 from .._source import is_own_wrapper
 from .._tables import leaf_name, printed, said
@@ -108,6 +108,7 @@ class Diagnosis(NamedTuple):
         return summary_of("Loss and gradients are finite.", self.findings)
 
 
+@meets_nonfinite
 def diagnose_nonfinite(
     fun: Function,
     loss_scale: LossScale | ArrayLike,

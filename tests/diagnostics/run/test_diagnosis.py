@@ -35,6 +35,15 @@ def test_an_overflow_is_finite_from_the_largest_smaller_scale_on():
     assert "2^35: a cast to float16 gave infinity" in finding.text
 
 
+@pytest.mark.parametrize("x", [jnp.nan, -4.0])
+def test_debug_nans_does_not_stop_a_diagnosis(x):
+    given = lambda w, x: jnp.log(w * x).sum(), 1, jnp.ones(2), jnp.full(2, x)
+    found = diagnose(*given)
+    assert not found.ok
+    with jax.debug_nans(True):
+        assert diagnose(*given) == found
+
+
 def out_of_range(w):
     """At S = 1 the gradient is 240000, beyond float16: finite from S = 2^-2 on."""
     return (w.astype(jnp.float16) * jnp.float16(60000)).astype(jnp.float32) * 4

@@ -125,7 +125,7 @@ class _HalfStorage:
     words: jax.Array | None  # of the key; None if nothing is rounded stochastically
 
     def init(self, params: optax.Params) -> HalfStorageState:
-        inner_state = self.inner.init(jax.tree.map(join, params))
+        inner_state = self.inner.init(promote_to_float32(jax.tree.map(join, params)))
         if find_loss_scale_states(inner_state) or find_half_storage(inner_state):
             raise ValueError(
                 f"{_NAME}: expected an optimizer without a loss scale and without half "
@@ -155,7 +155,7 @@ class _HalfStorage:
     ) -> tuple[optax.Updates, HalfStorageState]:
         self._check_arguments(state, params)
         refuse_unreduced(_NAME, updates)
-        full = jax.tree.map(join, params, state.remainders)
+        full = promote_to_float32(jax.tree.map(join, params, state.remainders))
         inner_state = self._map_averages(promote_to_float32, state.inner_state, params)
         grads, extra_args = promote_to_float32((updates, extra_args))
         out, inner_state = self.inner.update(grads, inner_state, full, **extra_args)
@@ -318,8 +318,11 @@ def _rounded_update(
     update: PyTree, p: PyTree, full: PyTree, remainder: PyTree, key: jax.Array | None
 ) -> tuple[PyTree, PyTree]:
     """Returns the update to the rounding of the new value, and the remainder."""
-    if is_nothing(update) or not is_bfloat16(p):
+    if is_nothing(update):
         return update, remainder
+    if not is_bfloat16(p):
+        is_float8 = full is not p
+        return update.astype(p.dtype) if is_float8 else update, remainder
     bits = None if key is None else jax.random.bits(key, p.shape, jnp.uint16)
     x, old = (full + update).astype(jnp.float32), join(p)
     update = bfloat16.change(bfloat16.rounded(x, bits), old)

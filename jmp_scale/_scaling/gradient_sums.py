@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 
 from .. import _mesh
 from .._policy import name_to_dtype
-from .._tree import are_next_values, is_inexact
+from .._tree import are_next_values, is_inexact, promote_to_float32
 from .._types import KeyPath, Mesh, PyTree
 
 T = TypeVar("T")
@@ -252,8 +252,7 @@ def _total(x: jax.Array, way: _Way, wire: DTypeLike | None, mean: bool) -> jax.A
     """Returns the sum over the devices that hold `x`, or this device's share of it."""
     dtype, count = x.dtype, lax.axis_size(way.axes)
     has_fractions = is_inexact(x)
-    if has_fractions:
-        x = x.astype(jnp.promote_types(dtype, jnp.float32))
+    x = promote_to_float32(x)
     is_sent = x.dtype == jnp.float32 and wire != jnp.float32 and count > 1
     if is_sent and _is_worth_its_wire(x, way, count):
         total = _half_on_the_wire(x, way, wire, count)

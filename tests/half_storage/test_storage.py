@@ -132,6 +132,15 @@ def test_mixed_trees_keep_what_is_not_bfloat16_as_it_is():
     assert [values[key] is params[key] for key in "fiq"] == [True] * 3
 
 
+@pytest.mark.parametrize("inner", [optax.sgd(0.5), optax.adam(0.5)])
+def test_a_float8_parameter_is_updated_in_float32_and_stays_float8(inner):
+    params = {"b": HALF["b"], "q": jnp.ones(2, jnp.float8_e5m2)}
+    tx = with_half_storage(inner)
+    updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
+    got = optax.apply_updates(params, updates)["q"]
+    assert (got.dtype, got.tolist()) == (jnp.float8_e5m2, [0.5, 0.5])
+
+
 # Averages.
 
 # Names of fields, by optimizer, whose arrays are averages; and those that are not.

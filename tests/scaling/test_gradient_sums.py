@@ -85,6 +85,7 @@ KINDS = {
     "bfloat16": (normal(64, 256).astype(jnp.bfloat16), 5e-3),
     "small bfloat16": (normal(3).astype(jnp.bfloat16), 4e-3),
     "float16": (normal(64, 256).astype(np.float16), 4e-3),
+    "float8": (np.full((8, 3), 0.25, jnp.float8_e5m2), 0),
     "complex": (normal(64, 256) * np.complex64(1 + 2j), 3e-7),
     "ones": (np.ones((8, 16, 1024), np.float32), 0),
 }

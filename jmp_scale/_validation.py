@@ -58,7 +58,10 @@ class Arguments:
         is_scalar = isinstance(value, (int, float, *_ARRAYS)) and np.shape(value) == ()
         if is_bool or not is_scalar:
             raise TypeError(self.message(argument, "a real number", value))
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:  # of an integer, which is in no range then
+            return math.inf
 
     def integer(self, argument: str, value: object, least: int) -> int:
         """Returns `value` as a Python integer in [least, 2^31)."""

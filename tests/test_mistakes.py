@@ -67,12 +67,12 @@ GROWING = with_loss_scale(SUM)
 # Arguments and wrong values of each class, all of them with words that are theirs.
 ARGUMENTS = {
     DynamicLossScale: {
-        "period": (0, 2.5, NAN, 2**31, "2000", None, True),
+        "period": (0, 2.5, NAN, 2**31, 10**400, "2000", None, True),
         "factor": (1, math.inf, "2", 2j),
         "backoff_factor": (0, 1, NAN, "half"),
         "min_loss_scale": (-1, math.inf, 2.0**25),
         "max_loss_scale": (0, NAN, math.inf),
-        "loss_scale": (0.0, NAN, 0.5, 2.0**25, "2**15", 2j, [2.0], True),
+        "loss_scale": (0.0, NAN, 0.5, 10**400, "2**15", 2j, [2.0], True),
         "growth_delay": (-1, 0.5),
         "hysteresis": (0, 1.5),
         "counter": (2**31, -(2**31) - 1, NAN, 3.7, "0", False),
@@ -137,6 +137,14 @@ get_loss_scale("f16:2")
     unknown loss scale
 get_loss_scale("dynamic:0")
     expected loss_scale to be
+get_loss_scale("-2**.5")
+    unknown loss scale '-2
+get_loss_scale(DynamicLossScale)
+    got <class .*Scale'>; pass an instance
+diagnostics.LossScaleHistory.create(0)
+    create: expected capacity to be an integer in \[1, .*, got 0
+diagnostics.sensitive_products(loss, X, X, tolerance=-1.0)
+    expected tolerance to be a number >= 0, got -1.0
 get_loss_scale({"fp16": {"loss_scale": 0}})
     got the section \{.*; pass one value of it, or .* jmp_scale.presets
 DynamicLossScale().adjust({"w": X})

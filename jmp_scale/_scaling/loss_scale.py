@@ -279,7 +279,8 @@ def get_loss_scale(spec: LossScale | ArrayLike | DTypeLike) -> LossScale:
             f"{spec!r}; pass one value of it, or its values to the framework's "
             "function in jmp_scale.presets"
         )
-    if _foreign_name(spec) in _REPLACEMENTS:
+    is_class = isinstance(spec, type) and issubclass(spec, LossScale)
+    if is_class or _foreign_name(spec) in _REPLACEMENTS:
         return checked_loss_scale("get_loss_scale", spec)
     if isinstance(spec, (type, np.dtype)):
         spec = str(jnp.dtype(spec))
@@ -307,7 +308,7 @@ def _named(text: str) -> LossScale | None:
     kind, _, argument = text.rpartition(":")
     try:
         number = _number(argument)
-    except (ValueError, ArithmeticError):
+    except (TypeError, ValueError, ArithmeticError):
         return None
     kinds = dict.fromkeys(("", "static"), StaticLossScale)
     make = (kinds | {"dynamic": DynamicLossScale}).get(kind.strip())
@@ -316,7 +317,7 @@ def _named(text: str) -> LossScale | None:
 
 def _number(text: str) -> float:
     base, power, exponent = text.partition("**")
-    return float(base) ** float(exponent) if power else float(text)
+    return float(float(base) ** float(exponent) if power else text)
 
 
 def checked_loss_scale(function: str, value: object) -> LossScale:

@@ -28,6 +28,7 @@ from ..._scaling.finite import all_finite
 from ..._scaling.loss_scale import LossScale
 from ..._tree import promote_to_float32, split_arrays
 from ..._types import Arrays, Function, PyTree
+from ..._validation import Arguments
 from .. import _backward
 from .._backward import Backward, Loss, Start
 from .._findings import Finding, Rule, are_notes, finding, summary_of
@@ -166,10 +167,14 @@ def sensitive_products(
 
     Raises:
       TypeError: as `compare_gradients`.
-      ValueError: `dtype` or `backward` is not float16 or bfloat16.
+      ValueError: `dtype` or `backward` is not float16 or bfloat16, or `tolerance` is
+        negative.
     """
     function = "sensitive_products"
     checked = Loss(function, loss, args, argnums, has_aux, transform)
+    arguments = Arguments(function)
+    is_valid = arguments.number("tolerance", tolerance) >= 0
+    arguments.require(is_valid, "tolerance", tolerance, "a number >= 0")
     forward = checked_half("dtype", dtype)
     back = checked_half("backward", dtype if backward is None else backward)
     start = _backward.start_of(function, loss_scale, {forward.name, back.name})

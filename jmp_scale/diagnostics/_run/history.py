@@ -11,6 +11,7 @@ from ..._scaling.loss_scale import number_of
 from ..._state import LossScaleState, find_loss_scale_states
 from ..._tree import is_variable
 from ..._types import PyTree
+from ..._validation import Arguments
 from .metrics import find_states, numbers_of_step
 
 
@@ -37,7 +38,8 @@ class LossScaleHistory:
 
     @classmethod
     def create(cls, capacity: int = 1000) -> "LossScaleHistory":
-        """Creates an empty history of the last `capacity` steps; 1000 need 32 kB."""
+        """Creates an empty history of the last `capacity` steps; 1000 need 24 kB."""
+        capacity = Arguments("LossScaleHistory.create").integer("capacity", capacity, 1)
         # Each leaf has its own buffer, because a shared one cannot be donated.
         columns = {name: jnp.ones(capacity, bool) for name in _FLAGS}
         columns |= {name: jnp.full(capacity, jnp.nan, "float32") for name in _NUMBERS}

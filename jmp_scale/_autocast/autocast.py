@@ -70,7 +70,8 @@ def autocast(
     that it holds is the same object, and what it writes there is kept. Results have the
     dtypes that `fun` returns without `autocast`. A function is traced as it stands if
     float32 arrays raise in it, or make it another program: it names half-precision
-    dtypes, or reads bits, sizes or, of what it holds, values of arrays.
+    dtypes, or reads bits, sizes or, of what it holds, values of arrays. To find that
+    out it is traced twice: it prints twice, and what it takes of an iterator is lost.
 
     A matrix product returns the gradient of a weight in float32; a convolution and
     `ragged_dot` return it in half precision, and it is then cast. The gradient of a

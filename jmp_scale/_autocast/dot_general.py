@@ -64,7 +64,7 @@ def with_algorithms_by_platform(eqn: JaxprEqn) -> JaxprEqn:
 
     def names_one(eqn: JaxprEqn) -> bool:
         is_dot = eqn.primitive is _JAXS
-        return is_dot and _is_algorithm(eqn.params["precision"])
+        return is_dot and is_algorithm(eqn.params["precision"])
 
     def own(product: JaxprEqn) -> JaxprEqn:
         return by_platform(product) if names_one(product) else product
@@ -74,7 +74,8 @@ def with_algorithms_by_platform(eqn: JaxprEqn) -> JaxprEqn:
     return eqn
 
 
-def _is_algorithm(precision: object) -> bool:
+def is_algorithm(precision: object) -> bool:
+    """Whether a product names an algorithm as its precision."""
     return isinstance(precision, (lax.DotAlgorithm, lax.DotAlgorithmPreset))
 
 
@@ -182,7 +183,7 @@ def _plain(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
 
 def _on_cpu(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     """Multiplies without the algorithm that a program names: a CPU has none."""
-    if _is_algorithm(params["precision"]):
+    if is_algorithm(params["precision"]):
         params["precision"] = None
     return _cpu.multiply(lhs, rhs, **params)
 

@@ -41,10 +41,18 @@ class Held:
                     holders[id(part)].append(x)
                     todo.append(part)
         self.arrays = [x for x, _ in self._opened.values() if is_taken(x)]
+        held = (x for x, _ in self._opened.values() if _is_container(x))
+        self._before = [(x, _items(x)) for x in held]
         way = [*self.arrays]
         for x in way:  # it grows, too
             way += holders.pop(id(x), ())
         self._on_way = {*map(id, way)}
+
+    def restore(self) -> None:
+        """Takes back what calls wrote, so that each trace begins alike."""
+        for x, items in self._before:
+            if not _are_same(items, _items(x)):
+                _fill(x, items)
 
     def call(self, arrays: Arrays, args: PyTree, kwargs: PyTree) -> PyTree:
         """Calls the function, with these arrays in place of those that it holds."""
@@ -83,30 +91,54 @@ def is_half_array(x: Any) -> bool:
 
 def _opened(x: Any) -> _Opened:
     if inspect.isfunction(x):
-        return x.__closure__ or (), functools.partial(_with_closure, x)
+        parts = *(x.__closure__ or ()), x.__dict__
+        return parts, functools.partial(_with_closure, x)
     if inspect.ismethod(x):
         return (x.__func__, x.__self__), lambda parts: MethodType(*parts)
     if isinstance(x, functools.partial):
-        parts = x.func, x.args, x.keywords
-        return parts, lambda parts: type(x)(parts[0], *parts[1], **parts[2])
+        parts = x.func, x.args, x.keywords, x.__dict__
+        return parts, functools.partial(_partial, type(x))
     if _is_container(x):
         return [*_items(x).values()], lambda _: x
     # Modules and variables of NNX are written to by methods of their own.
     if is_module(x) or is_variable(x) or jax.tree_util.all_leaves([x]):
         return (), lambda _: x
-    children, structure = jax.tree.flatten(x, is_leaf=lambda each: each is not x)
-    attributes = getattr(x, "__dict__", {})
-    if {*map(id, children)} <= {*map(id, attributes.values())}:
-        # Its children are attributes: a copy keeps the other attributes, too.
+    slots, attributes = _slots(x), getattr(x, "__dict__", None)
+    if attributes is not None and not slots and not isinstance(x, tuple):
+        # Its attributes are all that it holds, whatever its children are.
         return (attributes,), functools.partial(_with_attributes, x)
-    return children, functools.partial(jax.tree.unflatten, structure)
+    children, structure = jax.tree.flatten(x, is_leaf=lambda each: each is not x)
+    copied = jax.tree.unflatten(structure, children)
+    if _are_same(_all_of(x), _all_of(copied)):  # it forgets nothing
+        return children, functools.partial(jax.tree.unflatten, structure)
+    return (), lambda _: x
 
 
-def _with_closure(fun: FunctionType, cells: list[CellType]) -> FunctionType:
+def _slots(x: Any) -> dict[str, Any]:
+    """Returns what an object holds in its `__slots__`."""
+    members = ((k, v) for c in type(x).__mro__ for k, v in vars(c).items())
+    names = [k for k, v in members if inspect.ismemberdescriptor(v)]
+    return {k: getattr(x, k) for k in names if hasattr(x, k)}
+
+
+def _all_of(x: Any) -> dict[Any, Any]:
+    items = enumerate(x if isinstance(x, tuple) else ())
+    return dict(items) | _slots(x) | getattr(x, "__dict__", {})
+
+
+def _with_closure(fun: FunctionType, parts: list[Any]) -> FunctionType:
+    *cells, attributes = parts
     names = fun.__name__, fun.__defaults__
     changed = FunctionType(fun.__code__, fun.__globals__, *names, tuple(cells))
-    changed.__kwdefaults__, changed.__dict__ = fun.__kwdefaults__, fun.__dict__
+    changed.__kwdefaults__, changed.__dict__ = fun.__kwdefaults__, attributes
     changed.__qualname__ = fun.__qualname__
+    return changed
+
+
+def _partial(cls: type[functools.partial[Any]], parts: list[Any]) -> Any:
+    fun, args, keywords, attributes = parts
+    changed = cls(fun, *args, **keywords)
+    changed.__dict__ = attributes
     return changed
 
 
@@ -132,7 +164,9 @@ def _items(x: Any) -> dict[Any, Any]:
 
 
 def _fill(x: Any, items: dict[Any, Any]) -> None:
-    if isinstance(x, CellType):
+    if isinstance(x, CellType) and not items:
+        del x.cell_contents
+    elif isinstance(x, CellType):
         x.cell_contents = items[0]
     elif isinstance(x, dict):
         x.clear()

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +24,7 @@ from .._jaxpr import Program, Var
 from .._policy import is_half
 from .._tree import is_inexact, split_arrays
 from .._types import Arrays, KeyPath, PyTree
+from .dot_general import is_algorithm
 from .held import Held, is_half_array
 
 # Errors that name the argument on which a value depends.
@@ -56,6 +57,7 @@ def trace(fun: Callable[..., Any], args: PyTree, kwargs: PyTree) -> Traced:
             traced = _traced(_Call(held, args, kwargs))
             if not _loses_arrays(traced.program):
                 return traced
+        held.restore()
         held = Held(fun, lambda _: False)
     call = _Call(held, args, kwargs)
     try:
@@ -79,6 +81,7 @@ def _traced(call: "_Call") -> Traced:
     if any(map(is_half_array, call.arrays)):
         with contextlib.suppress(Exception):
             wide = call.traced(map(_in_float32, call.arrays))
+        call.held.restore()
     try:
         given = call.traced(call.arrays)
     except Exception:
@@ -116,7 +119,7 @@ class _Call:
         given, self._with_given = split_arrays((args, kwargs))
         self._leaves, self._args, self._kwargs = [*held.arrays, *given], args, kwargs
         self.arrays = [*map(jnp.asarray, self._leaves)]
-        self._held, self.__wrapped__ = held, held.fun
+        self.held, self.__wrapped__ = held, held.fun
         self.__name__ = self.__qualname__ = getattr(held.fun, "__name__", "fun")
         while isinstance(self.__wrapped__, functools.partial):
             # JAX's errors name it, and its file.
@@ -124,9 +127,9 @@ class _Call:
         self.__signature__ = inspect.signature(self.__call__)
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
-        count = len(self._held.arrays)
+        count = len(self.held.arrays)
         args, kwargs = self._with_given(arrays[count:])
-        result = self._held.call(arrays[:count], args, kwargs)
+        result = self.held.call(arrays[:count], args, kwargs)
         pairs, structure = jax.tree_util.tree_flatten_with_path(result)
         found = [(path, x) for path, x in pairs if isinstance(x, jax.Array)]
         leaves = [_ARRAY if isinstance(x, jax.Array) else x for _, x in pairs]
@@ -150,7 +153,7 @@ class _Call:
         """Returns a text with the names of arguments as `jax.jit` gives them."""
         names: dict[int, list[str]] = {}  # several, if an array is passed twice
         with contextlib.suppress(TypeError, ValueError):  # it has no signature
-            signature = inspect.signature(self._held.fun)
+            signature = inspect.signature(self.held.fun)
             given = signature.bind(*self._args, **self._kwargs).arguments
             for name, value in given.items():
                 for path, leaf in jax.tree_util.tree_leaves_with_path(value):
@@ -176,9 +179,9 @@ _Operation = tuple[JaxprEqn | None, list[Any]]
 def _is_one(wide: Traced, given: Traced) -> bool:
     """Whether two traces are one program, in float32 and in the dtypes as given.
 
-    Proven is that the same operations read the same operands, sizes and numbers. That
-    fails for a function that computes with bits of an array, with its size in bytes, or
-    with anything else that it chooses by a dtype.
+    Proven is that the same operations read the same operands, sizes and numbers, also
+    in rules for derivatives. That fails for a function that computes with bits of an
+    array, with its size in bytes, or with anything else that it chooses by a dtype.
     """
     one, other = _operations(wide.program), _operations(given.program)
     is_one = wide.paths == given.paths and len(one) == len(other)
@@ -186,7 +189,10 @@ def _is_one(wide: Traced, given: Traced) -> bool:
 
 
 def _operations(program: Program) -> list[_Operation]:
-    """Lists what is neither a call nor a cast, followed by what is nested in it."""
+    """Lists what is neither a call nor a cast, followed by what is nested in it.
+
+    So is the rule for derivatives of a function that has its own.
+    """
     found: list[_Operation] = []
 
     def add(jaxpr: Program, inputs: Iterable[Any]) -> list[Any]:
@@ -204,13 +210,38 @@ def _operations(program: Program) -> list[_Operation]:
             elif not _is_cast(eqn):
                 results = [(len(found), i) for i, _ in enumerate(eqn.outvars)]
                 found.append((eqn, read))
-                for nested in _jaxpr.subjaxprs(eqn):
+                for nested in (*_jaxpr.subjaxprs(eqn), *_rules(eqn)):
                     found.append((None, add(nested, itertools.count())))
             known.update(zip(eqn.outvars, results, strict=True))
         return named(inner.outvars)
 
     found.append((None, add(program, itertools.count())))
     return found
+
+
+def _rules(eqn: JaxprEqn) -> list[Program]:
+    """Returns the derivative of a function with a rule of its own, if it has one."""
+    if _has_rule(eqn):
+        if rule := _jaxpr.jvp_rule(eqn):
+            return [rule.jaxpr]
+        with contextlib.suppress(Exception):  # as if it had none
+            call = functools.partial(_jaxpr.evaluate, eqn)
+            return [_gradient(lambda *xs: call(xs), [v.aval for v in eqn.invars])]
+    return []
+
+
+def _has_rule(eqn: JaxprEqn) -> bool:
+    return _jaxpr.name_of(eqn).startswith("custom_")
+
+
+def _gradient(fun: Callable[..., Any], types: Sequence[Any]) -> Program:
+    """Traces the gradient of the sum of all floating-point results."""
+
+    def total(*arrays: jax.Array) -> Any:
+        return sum(jnp.sum(jnp.real(x)) for x in filter(is_inexact, fun(*arrays)))
+
+    differentiated = jax.grad(total, range(len(types)), allow_int=True)
+    return jax.make_jaxpr(differentiated)(*types)
 
 
 def _is_cast(eqn: JaxprEqn) -> bool:
@@ -226,11 +257,14 @@ def _are_one(wide: _Operation, given: _Operation) -> bool:
         return False
     if one is None or other is None:
         return one is other
-    params = ((x, other.params.get(name)) for name, x in one.params.items())
     return (
         _jaxpr.name_of(one) == _jaxpr.name_of(other)
         and _types(one) == _types(other)
-        and all(x is y or x == y or not _is_plain(x, y) for x, y in params)
+        and one.params.keys() == other.params.keys()
+        and all(
+            _is_same_parameter(one, name, x, other.params[name])
+            for name, x in one.params.items()
+        )
     )
 
 
@@ -242,10 +276,23 @@ def _types(eqn: JaxprEqn) -> list[Any]:
     return [*names, *map(_jaxpr.shape, eqn.outvars)]
 
 
-def _is_plain(*params: Any) -> bool:
-    """Whether one of these parameters is made of numbers and names."""
-    leaves = map(jax.tree.leaves, params)
-    return any(each and all(isinstance(x, (int, str)) for x in each) for each in leaves)
+def _is_same_parameter(eqn: JaxprEqn, name: str, x: Any, y: Any) -> bool:
+    """Whether a parameter is one, or such that an equation is the same with another.
+
+    These are dtypes, programs and rules, which are compared as types and operations;
+    the algorithm for half precision that a product names; a checkpoint's policy; and
+    any parameter of what has no result.
+    """
+    if x is y or not eqn.outvars or name == "policy":
+        return True
+    with contextlib.suppress(ValueError):  # of arrays
+        if x == y:
+            return True
+    leaves = jax.tree.leaves((x, y))
+    if all(isinstance(v, np.dtype) or _jaxpr.is_jaxpr(v) for v in leaves):
+        return True
+    is_rule = _has_rule(eqn) and not any(isinstance(v, (int, str)) for v in leaves)
+    return is_rule or (name == "precision" and is_algorithm(y))
 
 
 def _is_same(wide: Any, given: Any) -> bool:
@@ -261,17 +308,20 @@ def _is_same(wide: Any, given: Any) -> bool:
     dtype = jnp.result_type(other)
     if x.shape != y.shape or not jnp.issubdtype(dtype, jnp.floating):
         return np.array_equal(x, y)
-    with np.errstate(over="ignore"):
-        rounded = ((x * factor).astype(dtype).astype(y.dtype) for factor in _factors())
-        return any(np.allclose(z, y, 2.0**-7, 0, equal_nan=True) for z in rounded)
+    with np.errstate(over="ignore", invalid="ignore"):
+        is_rounded = x.astype(dtype).astype(y.dtype) == y
+    return bool((is_rounded | _are_limits(x, y, dtype) | (x != x) & (y != y)).all())
 
 
-@functools.cache
-def _factors() -> list[float]:
-    """Returns 1, and limits of half-precision dtypes, each divided by float32's."""
-    dtypes = itertools.product(("bfloat16", "float16"), ("max", "eps"))
-    pairs = [(getattr(jnp.finfo(d), k), getattr(jnp.finfo("f4"), k)) for d, k in dtypes]
-    return [1.0, *(float(half) / float(wide) for half, wide in pairs)]
+def _are_limits(x: np.ndarray, y: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Whether numbers are limits of float32 and of a dtype: eps, or a share of max.
+
+    Nothing but a limit is as large as a sixteenth of float32's.
+    """
+    wide, half = jnp.finfo("float32"), jnp.finfo(dtype)
+    of_wide, of_half = x / float(wide.max), y / float(half.max)
+    is_max = (abs(of_wide) > 1 / 16) & np.isclose(of_wide, of_half, 2.0**-7, 0)
+    return is_max | ((x == float(wide.eps)) & (y == float(half.eps)))
 
 
 def _loses_arrays(program: Any) -> bool:
@@ -284,14 +334,8 @@ def _loses_arrays(program: Any) -> bool:
     if not any(name.startswith("custom_") for name in names):
         return False
 
-    def total(*arrays: jax.Array) -> Any:
-        outputs = filter(is_inexact, jaxpr_as_fun(program)(*arrays))
-        return sum(jnp.sum(jnp.real(x)) for x in outputs)
-
-    types = program.in_avals
-    differentiated = jax.grad(total, range(len(types)), allow_int=True)
     try:
-        gradient = jax.make_jaxpr(differentiated)(*types)
+        gradient = _gradient(jaxpr_as_fun(program), program.in_avals)
     except Exception as error:
         return "closed-over" in str(error) or "racer" in type(error).__name__
     known = {*map(id, _jaxpr.open_jaxpr(program)[1])}

@@ -404,6 +404,17 @@ def test_half_precision_arrays_of_a_float32_program_stay_as_cast():
     assert str(jax.make_jaxpr(half)(*args)).count(" gather[") == 1
 
 
+def test_what_a_lookup_fills_in_is_not_rounded():
+    def fun(table):
+        rows = table.at[jnp.asarray([0, 99])].get(mode="fill", fill_value=1e6)
+        return jnp.sum(rows @ W) * 1e-6
+
+    table = TABLE.astype("float16")
+    np.testing.assert_allclose(
+        autocast(fun, "bfloat16")(table), fun(n32(table)), rtol=0.02
+    )
+
+
 def test_a_while_reads_the_stored_values():
     def fun(d, w):
         def turn(carry):

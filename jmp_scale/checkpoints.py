@@ -139,7 +139,11 @@ def _restored(
     except _LOAD_ERRORS as error:
         first_line = (str(error).strip() or repr(error)).splitlines()[0]
         raise _OtherFormError(first_line[:200]) from error
-    saved, places = leaves_by_name(saved), leaves_by_name(form.numbers)
+    saved = leaves_by_name(saved)
+    # The pure dicts of NNX leave out the variables.
+    trees = form.numbers, with_arrays(form.numbers)
+    named = map(leaves_by_name, trees)
+    places = max(named, key=lambda names: len(names.keys() & saved.keys()))
     for name in sorted(saved.keys() - places.keys()):
         raise _OtherFormError(f"{name} is {_type(saved[name])}, expected nothing")
     restored = [*leaves]

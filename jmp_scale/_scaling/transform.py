@@ -63,9 +63,9 @@ def with_loss_scale(
     run must survive a bad batch: it then only skips steps that are not finite.
 
     If gradients and loss are finite, `inner` runs. Otherwise the updates are -0.0
-    (adding them changes no bit of the parameters), and the whole state of `inner` is
-    left unchanged. S is adjusted in both cases, without a branch. A step is
-    differentiated like a branch: a skipped step is the identity.
+    (adding them changes no bit of the parameters; XLA on a CPU flushes subnormals), and
+    the whole state of `inner` is left unchanged. S is adjusted in both cases, without a
+    branch. A step is differentiated like a branch: a skipped step is the identity.
 
     Make it the outermost wrapper, so that nothing hides an overflow. Clipping,
     `zero_nans`, `MultiSteps` and schedules belong inside, where they see unscaled

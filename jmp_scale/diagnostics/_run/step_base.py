@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +19,7 @@ _MOST_CALLS = 16  # until a window of accumulation ends
 _FEW_CALLS = 8  # after these, the call in which most leaves change is taken
 # log2 of S in float32, whose range is 2^-126 to 2^127. Gradients are mostly about 1.
 _POWERS = tuple(range(-37, 54, 10))
+_MORE_POWERS = tuple(range(-37, 54, 5))
 # Nine S, 2^3 apart, are 2^24 of the 2^30 between float16's least and largest number.
 _OF_HALF = tuple(range(-24, 1, 3))
 # Of a change: some operations of a GPU add in another order each time.
@@ -108,8 +109,14 @@ class Base:
         if powers and exact.at_power(powers[-1]) is None:
             powers = exact.below_overflow(powers[-1])
             has_float16 = True
-        runs = {power: exact.at_power(power) for power in powers}
-        return SeveralS({p: r for p, r in runs.items() if r}, not has_float16)
+        found = exact.at_powers(powers, not has_float16)
+        # A clip behind the gradients leaves few S at which they show.
+        is_unclear = found.is_exact and found.differs and not found.changing
+        return exact.at_powers(_MORE_POWERS, True) if is_unclear else found
+
+    def at_powers(self, powers: Iterable[int], is_exact: bool) -> "SeveralS":
+        runs = {power: self.at_power(power) for power in powers}
+        return SeveralS({p: r for p, r in runs.items() if r}, is_exact)
 
     def below_overflow(self, high: int) -> list[int]:
         """Returns powers up to the last one before `high` that is not skipped."""
@@ -153,10 +160,20 @@ class SeveralS:
         return {path: row for path, row in rows.items() if not row.is_s}
 
     @functools.cached_property
+    def states(self) -> dict[Path, Row]:
+        """Returns the leaves of the state."""
+        return self.rows(lambda run: {path: run.after[path] for path in run.floats})
+
+    @property
+    def differs(self) -> bool:
+        """Whether any of these leaves depends on S."""
+        rows = self.states.values()
+        return any((row.entries != row.entries[:1]).any() for row in rows)
+
+    @functools.cached_property
     def changing(self) -> dict[Path, Row]:
         """Returns the leaves of the state that grow or fall by powers of S."""
-        rows = self.rows(lambda run: {path: run.after[path] for path in run.floats})
-        return {path: row for path, row in rows.items() if row.direction}
+        return {path: row for path, row in self.states.items() if row.direction}
 
 
 def base_of(calls: Calls) -> Base:
@@ -195,4 +212,4 @@ def is_other(new: Run, old: Run, paths: Sequence[Path]) -> bool:
         return np.concatenate([np.zeros(1), *(run.change(p).step for p in paths)])
 
     off = np.linalg.norm(steps(new) - steps(old))
-    return bool(off > NOISE * np.linalg.norm(steps(old)))
+    return not off <= NOISE * np.linalg.norm(steps(old))  # NaN differs, too

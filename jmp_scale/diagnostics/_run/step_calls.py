@@ -39,8 +39,17 @@ class Change(NamedTuple):
     new: np.ndarray  # a sample of the entries, f64
     step: np.ndarray  # how much these changed
     stays_finite: bool  # whether what was finite is finite
-    is_float: bool
+    eps: float  # of its dtype; 0 of integers
     ndim: int
+
+    @property
+    def is_float(self) -> bool:
+        return self.eps > 0
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether entries change by four of their last places at most."""
+        return bool((abs(self.step) <= 4 * self.eps * abs(self.new)).all())
 
     @property
     def counts(self) -> bool:
@@ -130,7 +139,8 @@ class Run:
         is_number, entries = is_inexact(new), host(new)
         finite = not is_number or (np.isfinite(entries) | ~np.isfinite(host(old))).all()
         step, size = step_leaves.difference(old, new), entries.ndim
-        return Change(sampled(entries), step, bool(finite), is_number, size)
+        eps = float(jnp.finfo(jnp.result_type(new)).eps) if is_number else 0.0
+        return Change(sampled(entries), step, bool(finite), eps, size)
 
     def moved(self, path: Path) -> bool:
         """Whether a leaf differs after the call, in any replica or member."""
@@ -146,7 +156,7 @@ class Calls:
         self._step, self._keywords, self._carried = step, [*kwargs], carried
         self.labels = [*map("args[{}]".format, range(len(args))), *kwargs]
         args = [*args, *kwargs.values()]  # a tuple of states would look like a chain
-        optimizers = [node for _, node in find_nodes(_is_of_optimizer, args)]
+        optimizers = find_nodes(_is_of_optimizer, args)
         leaves = jax.tree.leaves(args, is_leaf=_is_scale)
         # The S of each constant loss scale.
         self.fixed = [x.loss_scale for x in leaves if isinstance(x, StaticLossScale)]
@@ -165,10 +175,11 @@ class Calls:
         self.in_optimizers = self._below(*self.states, *self.scales, *history)
         inner = [(*state, "inner_state") for state in self.states]
         self.ours = self.in_optimizers - self._below(*inner)
+        self.in_optimizers |= self._below(*(path_of(keys) for keys, _ in optimizers))
         self.start |= self._apart()
         self._places: dict[Path, Path] | None = None
         self.has_optimizer = any((optimizers, self.scales, self.states))
-        with_s = all(map(find_loss_scale_states, optimizers))
+        with_s = all(find_loss_scale_states(node) for _, node in optimizers)
         self.has_other_optimizers = bool(self.states) and not with_s
         self.count = 0
         self.raised: list[str] = []  # calls that raised, with the error of the first

@@ -40,7 +40,7 @@ def is_applied(base: Base) -> Findings:
         yield from base.found("not returned", lost)
     elif first.is_applied:
         return
-    elif first.skipped or not calls.states:
+    elif first.skipped or not (calls.states or all(map(first.moved, first.weights))):
         yield from _not_applied(base)
     else:  # no step was skipped, but the counter started over, and so did S
         yield from base.found("S never adjusted", calls.places_of_s)
@@ -105,8 +105,13 @@ def changes_something(base: Base) -> Findings:
 
 def guards_see_losses(base: Base) -> Findings:
     for guard in [(*state, "guard") for state in base.calls.states]:
-        sees_loss = base.last.moved((*guard, "loss_steps"))
-        if base.last.moved((*guard, "norm_steps")) and not sees_loss:
+        # A count may start again at 1, where the mean is another.
+        seen = {
+            kind: base.last.moved((*guard, f"{kind}_steps"))
+            or base.last.moved((*guard, f"{kind}_mean"))
+            for kind in ("loss", "norm")
+        }
+        if seen["norm"] and not seen["loss"]:
             yield from base.found("guard without a loss", [(*guard, "loss_steps")])
 
 
@@ -243,7 +248,8 @@ def overflow_is_skipped(base: Base) -> Findings:
     if any(_is_hidden(*pair) for pair in pairs):
         yield from base.found("overflow hidden")
     elif run is not None:
-        alone = [path for path in base.calls.flags if _disagree(run.after[path])]
+        flags = base.calls.flags or [(*s, "counter") for s in base.calls.scales]
+        alone = [p for p in flags if p in run.after and _disagree(run.after[p])]
         yield from base.found("skipped alone", alone)
 
 
@@ -260,7 +266,9 @@ def reads_its_parameters(base: Base) -> Findings:
     losses = [path for path in run.results if is_inexact(run.results[path])]
     # A linear loss has the same gradients too, but moves on.
     moved = {has_moved(base.run.results[path], run.results[path]) for path in losses}
-    if later is not base and run.moving and moved == {False}:
+    # Old moments of a large S hide gradients that are scaled by a small one.
+    is_asked = later is not base and run.moving and not base.several_s.changing
+    if is_asked and moved == {False}:
         other = later.with_other_weights(later.s)
         if other is not None and not is_other(other, run, run.moving):
             yield from base.found("captured parameters", [run.weights[0]])
@@ -271,8 +279,11 @@ def infinite_s(base: Base) -> Findings:
     calls, run = base.calls, None
     for scale in calls.scales:
         run = base.later.call("S = inf", calls.at(np.inf, [scale]))
-        if run is not None:
-            yield from _of_one_scale(base.later, run, scale)
+        found = [] if run is None else _of_one_scale(base.later, run, scale)
+        for each in found:
+            # Gradients that are not scaled do not overflow.
+            if not (base.several_s.changing and each.rule == "overflow hidden"):
+                yield each
     if len(calls.scales) > 1:
         run = base.later.call("S = inf", s=np.inf)
     if run is not None and run.is_skipped:
@@ -281,7 +292,7 @@ def infinite_s(base: Base) -> Findings:
         yield from _left_unchanged(base.later, run, again)
 
 
-def _of_one_scale(base: Base, run: Run, scale: Path) -> Findings:
+def _of_one_scale(base: Base, run: Run, scale: Path) -> Iterator[Finding]:
     """Checks that S = inf skips the optimizer of that S, which counts it once."""
     counted, place = run.counted[scale], (*scale, "loss_scale")
     if counted == "overflow" and scale[:-1] in run.skipped:
@@ -294,7 +305,7 @@ def _of_one_scale(base: Base, run: Run, scale: Path) -> Findings:
         yield from _not_skipped(base, run, scale)
 
 
-def _not_skipped(base: Base, run: Run, scale: Path) -> Findings:
+def _not_skipped(base: Base, run: Run, scale: Path) -> Iterator[Finding]:
     """Finds out why S = inf skips no step."""
     usual, place = base.run, (*scale, "loss_scale")
     if usual.counted[scale] != "finite" and base.calls.adjusts:
@@ -311,7 +322,7 @@ def _not_skipped(base: Base, run: Run, scale: Path) -> Findings:
         yield from base.found("overflow hidden", [place])
 
 
-def _left_finite(base: Base, run: Run) -> Findings:
+def _left_finite(base: Base, run: Run) -> Iterator[Finding]:
     """Checks that the next steps make finite again what a step did not leave so."""
     last = base.window_after(run) if run.broken else run
     for path in run.broken:
@@ -326,6 +337,7 @@ def _left_unchanged(base: Base, run: Run, again: Run | None = None) -> Findings:
     for path, change in run.changes.items():
         # A counter, data, or a statistic changes as on any other step.
         is_usual = change.counts or change.is_as(base.run.changes[path])
+        is_usual |= change.is_rounding  # as where weights are normalized anew
         if change.ndim and change.stays_finite and not is_usual:
             is_copy = again is not None and not again.moved(path)
             rule = "put back" if is_copy else "changed on a skip"

@@ -167,6 +167,11 @@ def not_all_of_it(moved, new, loss, params, old):
     return moved, loss
 
 
+def normalized(moved, new, loss, *_):
+    """Weights of one size: a skip changes their last places."""
+    return jax.tree.map(lambda w: w / jnp.linalg.norm(w), moved), new, loss
+
+
 def decayed(moved, new, loss, params, old):
     return jax.tree.map(lambda m, p: m - 1e-3 * p, moved, params), new, loss
 
@@ -370,7 +375,11 @@ def loop_by_hand(mistake=None, ls="dynamic"):
     @jax.jit
     def step(params, opt, ls, x):
         loss, grads = scaled(HALF["float16"], ls, params, x)
-        finite = jmp_scale.all_finite(loss if mistake == "loss" else grads)
+        grads = ls.unscale(grads) if mistake == "twice" else grads
+        w2 = grads["w2"]
+        seen = {"loss": loss, "NaN alone": jnp.where(jnp.isinf(w2), 0, w2)}
+        seen = seen.get(mistake, grads)
+        finite = jmp_scale.all_finite(seen)
         counted = jmp_scale.all_finite(loss) if mistake == "flag" else finite
         if mistake == "zero":  # momentum moves on
             grads = jax.tree.map(lambda g: jnp.where(finite, g, 0.0), grads)
@@ -379,6 +388,7 @@ def loop_by_hand(mistake=None, ls="dynamic"):
         if mistake not in ("select", "zero"):
             updated = jmp_scale.select_tree(finite, updated, (params, opt))
         ls = ls if mistake == "adjust" else ls.adjust(counted)
+        ls = DYNAMIC if mistake == "anew" else ls
         return *updated, ls, loss
 
     return step, (PARAMS, ADAMW.init(PARAMS), LOSS_SCALES[ls], X)
@@ -608,6 +618,7 @@ WRONG = {
         **cases(average, change=unscaled_twice, accumulate=True),
         **cases(several_steps_in_a_call, change=unscaled_twice),
         **cases(nnx_step, change=unscaled_twice),
+        **cases(loop_by_hand, mistake="twice"),
     },
     "S not used": {
         **cases(step_of, gradients=[plain, captured]),
@@ -633,7 +644,7 @@ WRONG = {
         **cases(step_of, change=clipped),
         **cases(step_of, around="zero_nans"),
         **cases(step_of, gradients=NO_NAN),
-        **cases(loop_by_hand, mistake="flag"),
+        **cases(loop_by_hand, mistake=["flag", "NaN alone"]),
         **cases(step_of, change=clipped, inner="sgd"),
     },
     "state put back": cases(step_of, around="apply_if_finite"),
@@ -661,7 +672,7 @@ WRONG = {
     "S never adjusted": {
         **cases(step_of, results=[old_state, state_anew]),
         **cases(nnx_step, mistake="no update"),
-        **cases(loop_by_hand, mistake="adjust"),
+        **cases(loop_by_hand, mistake=["adjust", "anew"]),
     },
     "S adjusted twice": cases(step_of, results=adjusted_twice),
     "replicas diverge": cases(pmapped, mistake="no mean"),
@@ -679,6 +690,7 @@ RIGHT = {
     **cases(step_of, inner="plateau"),
     **cases(step_of, ls="none", dtype="bfloat16"),
     **cases(step_of, gradients=by_hand),
+    **cases(step_of, results=normalized),
     **cases(average),
     **cases(average, donate=True),
     **cases(loop_by_hand, ls="static"),

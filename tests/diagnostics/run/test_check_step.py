@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from check_step_cases import CURED, DYNAMIC, RIGHT, WRONG, step_of
+from check_step_cases import CURED, DYNAMIC, GUARD, RIGHT, WRONG, step_of
 from helpers import by_name, slow
 
 import jmp_scale
@@ -78,6 +78,22 @@ def test_a_right_step_that_has_trained_has_no_problem_above_a_note(name, count):
         after |= calls.run("a step", {}, after).after
     found = check_step(step, *calls.arguments(after)[0])
     assert found.ok, str(found)
+
+
+@pytest.mark.parametrize(
+    ("rule", "name"),
+    by_name(
+        [("never unscaled", "step_of, never_unscaled, clip, 1000.0")],
+        [(rule, name) for rule, name in WRONG_STEPS[:3]],
+    ),
+)
+def test_a_mistake_is_named_in_a_step_that_has_trained(rule, name):
+    step, args = WRONG[rule][name]()
+    calls, after = Calls(step, args, {}, ()), {}
+    for _ in range(5):
+        after |= calls.run("a step", {}, after).after
+    found = check_step(step, *calls.arguments(after)[0])
+    assert CAUSES.intersection(f.rule for f in found.findings) == {rule}, str(found)
 
 
 def linear(w, x):
@@ -254,6 +270,15 @@ def test_an_object_with_constants_does_not_hold_the_state():
             return SGD_STEP(w, state, x - self.mean / 2)
 
     assert check_step(Normalizer().step, WEIGHTS, SGD.init(WEIGHTS), ROWS).ok
+
+
+def test_a_guard_that_starts_to_count_anew_sees_the_loss():
+    tx = jmp_scale.with_loss_scale(optax.sgd(1.0), DYNAMIC, guard=GUARD)
+    args = WEIGHTS, tx.init(WEIGHTS), ROWS
+    step = jax.jit(functools.partial(sgd_step, tx=tx))
+    for _ in range(2):
+        args = *step(*args)[:2], ROWS
+        assert check_step(step, *args).ok
 
 
 def test_keyword_arguments_are_named_as_they_are():

@@ -321,7 +321,7 @@ def _rounded_update(
     if is_nothing(update):
         return update, remainder
     if not is_bfloat16(p):
-        is_float8 = full is not p
+        is_float8 = full is not p and not holds_half(p)
         return update.astype(p.dtype) if is_float8 else update, remainder
     bits = None if key is None else jax.random.bits(key, p.shape, jnp.uint16)
     x, old = (full + update).astype(jnp.float32), join(p)

@@ -263,7 +263,7 @@ def has_effects(eqn: JaxprEqn) -> bool:
 
 # An object of hijax contains the result of `jax.jit(f).trace`.
 _TRACED = jax.stages.Traced
-_NESTING = tuple, list, Jaxpr, ClosedJaxpr, _TRACED
+NESTING = tuple, list, Jaxpr, ClosedJaxpr, _TRACED
 
 
 def subjaxprs(eqn: JaxprEqn) -> list[Program]:
@@ -271,7 +271,7 @@ def subjaxprs(eqn: JaxprEqn) -> list[Program]:
     found: list[Program] = []
     values = [*params_of(eqn).values()]
     for value in values:  # it grows
-        if not isinstance(value, _NESTING):
+        if not isinstance(value, NESTING):
             continue
         if isinstance(value, (tuple, list)):
             values += value

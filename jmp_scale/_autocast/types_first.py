@@ -191,11 +191,12 @@ def _is_one(wide: Traced, given: Traced) -> bool:
 def _operations(program: Program) -> list[_Operation]:
     """Lists what is neither a call nor a cast, followed by what is nested in it.
 
-    So is the rule for derivatives of a function that has its own.
+    So is the rule for derivatives of a function that has its own, but not those of
+    functions in a rule, which may call its function again.
     """
     found: list[_Operation] = []
 
-    def add(jaxpr: Program, inputs: Iterable[Any]) -> list[Any]:
+    def add(jaxpr: Program, inputs: Iterable[Any], in_rule: bool = False) -> list[Any]:
         inner, constants = _jaxpr.open_jaxpr(jaxpr)
         known = dict(zip(inner.invars, inputs, strict=False))
         known.update(zip(inner.constvars, map(_Number, constants), strict=True))
@@ -206,12 +207,14 @@ def _operations(program: Program) -> list[_Operation]:
         for eqn in inner.eqns:
             read = results = named(eqn.invars)
             if _jaxpr.name_of(eqn) in _jaxpr.CALLS:
-                results = add(_jaxpr.subjaxprs(eqn)[0], read)
+                results = add(_jaxpr.subjaxprs(eqn)[0], read, in_rule)
             elif not _is_cast(eqn):
                 results = [(len(found), i) for i, _ in enumerate(eqn.outvars)]
                 found.append((eqn, read))
-                for nested in (*_jaxpr.subjaxprs(eqn), *_rules(eqn)):
-                    found.append((None, add(nested, itertools.count())))
+                for nested in _jaxpr.subjaxprs(eqn):
+                    found.append((None, add(nested, itertools.count(), in_rule)))
+                for rule in [] if in_rule else _rules(eqn):
+                    found.append((None, add(rule, itertools.count(), True)))
             known.update(zip(eqn.outvars, results, strict=True))
         return named(inner.outvars)
 
@@ -257,14 +260,12 @@ def _are_one(wide: _Operation, given: _Operation) -> bool:
         return False
     if one is None or other is None:
         return one is other
+    params, others = _jaxpr.params_of(one), _jaxpr.params_of(other)
     return (
         _jaxpr.name_of(one) == _jaxpr.name_of(other)
         and _types(one) == _types(other)
-        and one.params.keys() == other.params.keys()
-        and all(
-            _is_same_parameter(one, name, x, other.params[name])
-            for name, x in one.params.items()
-        )
+        and params.keys() == others.keys()
+        and all(_is_same_parameter(one, k, x, others[k]) for k, x in params.items())
     )
 
 
@@ -289,7 +290,7 @@ def _is_same_parameter(eqn: JaxprEqn, name: str, x: Any, y: Any) -> bool:
         if x == y:
             return True
     leaves = jax.tree.leaves((x, y))
-    if all(isinstance(v, np.dtype) or _jaxpr.is_jaxpr(v) for v in leaves):
+    if all(isinstance(v, (np.dtype, *_jaxpr.NESTING)) for v in leaves):
         return True
     is_rule = _has_rule(eqn) and not any(isinstance(v, (int, str)) for v in leaves)
     return is_rule or (name == "precision" and is_algorithm(y))

@@ -71,7 +71,7 @@ def autocast(
     dtypes that `fun` returns without `autocast`. A function is traced as it stands if
     float32 arrays raise in it, or make it another program: it names half-precision
     dtypes, or reads bits, sizes or, of what it holds, values of arrays. To find that
-    out it is traced twice: it prints twice, and what it takes of an iterator is lost.
+    out, it is traced twice: it prints twice, and reads an iterator twice.
 
     A matrix product returns the gradient of a weight in float32; a convolution and
     `ragged_dot` return it in half precision, and it is then cast. The gradient of a

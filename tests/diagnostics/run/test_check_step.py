@@ -73,26 +73,28 @@ AGES = [(name, count) for name in RIGHT for count in (10, 1000)]
 )
 def test_a_right_step_that_has_trained_has_no_problem_above_a_note(name, count):
     step, args = RIGHT[name]()
+    found = check_step(step, *trained(step, args, count))
+    assert found.ok, str(found)
+
+
+def trained(step, args, count):
+    """The arguments of a step after so many of its own."""
     calls, after = Calls(step, args, {}, ()), {}
     for _ in range(count):
         after |= calls.run("a step", {}, after).after
-    found = check_step(step, *calls.arguments(after)[0])
-    assert found.ok, str(found)
+    return calls.arguments(after)[0]
 
 
 @pytest.mark.parametrize(
     ("rule", "name"),
     by_name(
         [("never unscaled", "step_of, never_unscaled, clip, 1000.0")],
-        [(rule, name) for rule, name in WRONG_STEPS[:3]],
+        WRONG_STEPS[:3],
     ),
 )
 def test_a_mistake_is_named_in_a_step_that_has_trained(rule, name):
     step, args = WRONG[rule][name]()
-    calls, after = Calls(step, args, {}, ()), {}
-    for _ in range(5):
-        after |= calls.run("a step", {}, after).after
-    found = check_step(step, *calls.arguments(after)[0])
+    found = check_step(step, *trained(step, args, 5))
     assert CAUSES.intersection(f.rule for f in found.findings) == {rule}, str(found)
 
 

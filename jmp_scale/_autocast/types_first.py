@@ -311,11 +311,12 @@ def _is_same(wide: Any, given: Any) -> bool:
         return np.array_equal(x, y)
     with np.errstate(over="ignore", invalid="ignore"):
         is_rounded = x.astype(dtype).astype(y.dtype) == y
-    return bool((is_rounded | _are_limits(x, y, dtype) | (x != x) & (y != y)).all())
+    are_limits = is_half(dtype.name) & _are_limits(x, y, dtype)
+    return bool((is_rounded | are_limits | (x != x) & (y != y)).all())
 
 
 def _are_limits(x: np.ndarray, y: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Whether numbers are limits of float32 and of a dtype: eps, or a share of max.
+    """Whether numbers are limits of float32 and of a half dtype: eps, a share of max.
 
     Nothing but a limit is as large as a sixteenth of float32's.
     """
@@ -331,10 +332,8 @@ def _loses_arrays(program: Any) -> bool:
     JAX runs such rules later, and then takes those arrays for constants. The proof is
     the gradient: it has arrays of the trace among its constants, or it raises.
     """
-    names = map(_jaxpr.name_of, _jaxpr.equations(program))
-    if not any(name.startswith("custom_") for name in names):
+    if not any(map(_has_rule, _jaxpr.equations(program))):
         return False
-
     try:
         gradient = _gradient(jaxpr_as_fun(program), program.in_avals)
     except Exception as error:

@@ -410,6 +410,7 @@ BY_DTYPE = {
     "a scale": lambda w: w * (2.0**16 if w.itemsize == 2 else 1.0),
     "a large scale": lambda w: w * (1.0 if w.itemsize == 4 else 2.0**-110),
     "a near number": lambda w: w * (1.008 if w.itemsize == 2 else 1.0),
+    "a large number": lambda w: n32(w) / 99 * (2e38 if w.itemsize == 2 else 2.01e38),
     "none": lambda w: w * float(w.itemsize == 4),
     "a mode": lambda w: w.at[jnp.asarray([9])].get(
         mode="clip" if w.itemsize == 2 else "fill"

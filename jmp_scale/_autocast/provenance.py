@@ -243,11 +243,12 @@ class Reading:
         """Proven is that all entries of the result are entries of the first operand.
 
         So a stored array may be moved before or after it is cast. What a gather fills
-        in is NaN in both dtypes, unless the program names another number.
+        in is NaN or 0 in both dtypes, unless the program names another number.
         """
         if _jaxpr.name_of(eqn) == "broadcast_in_dim":
             return _jaxpr.size(eqn.invars[0]) == _jaxpr.size(eqn.outvars[0])
-        if eqn.params.get("fill_value") is not None:
+        fill = eqn.params.get("fill_value")
+        if fill and not np.isnan(fill):
             return False
         return _jaxpr.name_of(eqn) in (_SENDS if self.rules.in_loop else _MOVES)
 

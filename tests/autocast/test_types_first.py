@@ -301,10 +301,11 @@ WAYS = [
     (by_closure, "carry, data"),
     # What cannot be traced as float32: each reader casts a float32 value.
     (of_attribute, "tied"),
+    (of_attribute, "experts"),
 ]
 MORE_WAYS = [(unplanned, "cancelling"), (mixed, "index"), (by_closure, "product")]
-MORE_WAYS += [(as_given, "rnn")]
-MORE_WAYS += itertools.product([of_attribute, as_given], ["experts", "made by scan"])
+MORE_WAYS += [(as_given, "rnn"), (as_given, "experts")]
+MORE_WAYS += itertools.product([of_attribute, as_given], ["made by scan"])
 
 
 @pytest.mark.parametrize(("half", "name"), by_name(WAYS, MORE_WAYS))

@@ -183,10 +183,10 @@ def is_reference(atom: Atom) -> bool:
     return hasattr(atom.aval, "inner_aval")
 
 
-def constant(value: object) -> np.ndarray | None:
-    """Returns a constant of up to 65,536 elements as float64; None for others."""
+def constant(value: object, limit: float = 65_536) -> np.ndarray | None:
+    """Returns a constant of up to `limit` elements as float64; None for others."""
     with contextlib.suppress(Exception):
-        if getattr(value, "size", 1) <= 65_536:
+        if getattr(value, "size", 1) <= limit:
             array = np.asarray(value)
             if array.dtype.kind in "biuf" or array.dtype.name == "bfloat16":
                 return array.astype(np.float64)

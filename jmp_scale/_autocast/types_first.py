@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -303,16 +304,17 @@ def _is_same(wide: Any, given: Any) -> bool:
     (one,), (other,) = wide, given
     if one is other:
         return True
-    x, y = _jaxpr.constant(one), _jaxpr.constant(other)
-    if x is None or y is None:  # a large array, or one that is not known
-        return isinstance(one, np.ndarray) and np.array_equal(one, other)
+    x, y = (_jaxpr.constant(each, math.inf) for each in (one, other))
+    if x is None or y is None:
+        return False
     dtype = jnp.result_type(other)
     if x.shape != y.shape or not jnp.issubdtype(dtype, jnp.floating):
         return np.array_equal(x, y)
     with np.errstate(over="ignore", invalid="ignore"):
         is_rounded = x.astype(dtype).astype(y.dtype) == y
     are_limits = is_half(dtype.name) & _are_limits(x, y, dtype)
-    return bool((is_rounded | are_limits | (x != x) & (y != y)).all())
+    # A literal has digits that its dtype has not.
+    return bool((is_rounded | are_limits | (x == y) | (x != x) & (y != y)).all())
 
 
 def _are_limits(x: np.ndarray, y: np.ndarray, dtype: np.dtype) -> np.ndarray:

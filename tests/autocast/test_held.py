@@ -453,6 +453,7 @@ def test_a_rule_of_a_dtype_is_that_of_the_dtype_as_given():
     np.testing.assert_array_equal(found, wanted)
 
 
+LARGE = np.linspace(0, 1, 2**19).reshape(-1, 4)
 SAME_PROGRAM = {
     "limit": lambda w: jnp.where(w > 0, w, jnp.finfo(w.dtype).min / 2).max(),
     "mask": lambda w: jax.nn.softmax(jnp.where(w > 0, w, -1e9)) @ w,
@@ -460,6 +461,9 @@ SAME_PROGRAM = {
     "gelu": lambda w: jax.nn.gelu(w @ w) * 0.1,
     "attention": lambda w: jax.nn.dot_product_attention(*[w.reshape(1, 4, 2, 2)] * 3),
     "cast": lambda w: (w.astype("float32") @ w).astype(w.dtype),
+    "digits": lambda w: jnp.where(n32(w) @ w > 0, jnp.clip(w, 0.1, 9.1), 0.01),
+    "digits of an argument": lambda w: jax.nn.leaky_relu(n32(w) @ w, 0.3),
+    "a large table": lambda w: w @ w + jnp.asarray(LARGE, w.dtype)[:4],
 }
 
 

@@ -199,7 +199,8 @@ class Interpreter(Casting):
     def _moved(self, eqn: JaxprEqn, values: Values) -> Stored:
         """Moves both arrays of a stored one."""
         moved, *others = eqn.invars
-        wide, half, is_constant = values.stored[_jaxpr.variables([moved])[0]]
+        (v,) = _jaxpr.variables([moved])
+        wide, half, is_constant = values.stored.get(v) or Stored.of(values[v])
         others = [_jaxpr.value_of(v, values) for v in others]
         # Devices then add up its gradient in half precision.
         wide = wide.astype(half.dtype) if values.reading.is_sent(eqn) else wide

@@ -232,32 +232,43 @@ class Reading:
         return Step("other", as_pick(eqn, self._equation_of, self.constants))
 
     def _move(self, eqn: JaxprEqn) -> Step | None:
-        """A stored array is moved as it is stored, or gets axes of length 1."""
-        first = variables(eqn.invars[:1])
-        if self.stored.keys().isdisjoint(first) or not self._moves(eqn):
-            return None
-        self.stored[eqn.outvars[0]] = self.stored[first[0]]
-        return Step("move", eqn)
+        """A stored array is moved as it is stored, or gets axes of length 1.
 
-    def _moves(self, eqn: JaxprEqn) -> bool:
+        So is any in half precision of which rows are looked up: a row may be read often.
+        """
+        for v in variables(eqn.invars[:1]):
+            is_table = _jaxpr.name_of(eqn) == "gather" and is_half(dtype_name(v))
+            is_table = is_table and not self.provenance[v].is_constant
+            dtype = self.stored.get(v) or (_jaxpr.dtype_of(v) if is_table else None)
+            if dtype and self._moves(eqn, dtype):
+                self.stored[eqn.outvars[0]] = dtype
+                return Step("move", eqn)
+        return None
+
+    def _moves(self, eqn: JaxprEqn, dtype: np.dtype) -> bool:
         """Proven is that all entries of the result are entries of the first operand.
 
         So a stored array may be moved before or after it is cast. What a gather fills
-        in is NaN or 0 in both dtypes, unless the program names another number.
+        in is a number of its dtype, too.
         """
         if _jaxpr.name_of(eqn) == "broadcast_in_dim":
             return _jaxpr.size(eqn.invars[0]) == _jaxpr.size(eqn.outvars[0])
-        fill = eqn.params.get("fill_value")
-        if fill and not np.isnan(fill):
-            return False
-        return _jaxpr.name_of(eqn) in (_SENDS if self.rules.in_loop else _MOVES)
+        fill = np.float64(eqn.params.get("fill_value") or 0)
+        with np.errstate(over="ignore"):
+            is_exact = np.isnan(fill) or fill == fill.astype(dtype)
+        return is_exact and _jaxpr.name_of(eqn) in (
+            _SENDS if self.rules.in_loop else _MOVES
+        )
 
     def _call(self, eqn: JaxprEqn) -> Step | None:
-        """A call is evaluated anew if it holds products, or picks in a loop."""
+        """A call is evaluated anew if it holds products, or picks in a loop.
+
+        So is one that reads half precision, perhaps in each iteration.
+        """
         if has_products(eqn):
             return None if self.rules.is_exempt(eqn) else Step("call", eqn)
-        has_more = _jaxpr.name_of(eqn) in _CALLS and has_picks(eqn)
-        return Step("call", eqn) if has_more else None
+        has_more = has_picks(eqn) or _reads_half(eqn)
+        return Step("call", eqn) if _jaxpr.name_of(eqn) in _CALLS and has_more else None
 
     def _is_product(self, v: Var) -> bool:
         """Whether a value is the result of a product that becomes half precision."""
@@ -359,6 +370,10 @@ def _is_integer(v: Var) -> bool:
     return dtype_name(v).startswith(_INTEGERS)
 
 
+def _reads_half(eqn: JaxprEqn) -> bool:
+    return any(is_half(dtype_name(v)) for v in variables(eqn.invars))
+
+
 def _tables_of(jaxpr: Jaxpr) -> set[Var]:
     """Returns arrays of which rows are looked up, also after they are resharded.
 
@@ -409,4 +424,4 @@ def _is_opened(call: JaxprEqn, is_exempt: Callable[[JaxprEqn], bool]) -> bool:
     (body,) = map(_jaxpr.bare, _jaxpr.subjaxprs(call))
     lookups = (_jaxpr.name_of(e) in _jaxpr.LOOKUPS or is_cheap(e) for e in body.eqns)
     # A call such as `jnp.take` only moves entries or looks up rows.
-    return has_picks(call) or all(lookups)
+    return has_picks(call) or _reads_half(call) or all(lookups)

@@ -160,6 +160,20 @@ def with_rules(fun):
 PROGRAMS = {
     "index": (rows_of(lambda t, ids: t[ids]), TABLE, W),
     "rows of rows": (rows_of(lambda t, ids: t[jnp.arange(40)][ids]), TABLE, W),
+    "rows of a sum": (
+        rows_of(lambda t, ids: jnp.take(jnp.roll(t, 1, 0) + 1, ids, 0, fill_value=1)),
+        TABLE,
+        W,
+    ),
+    "rows in a call": (
+        rows_of(lambda t, ids: lax.cond(ids[0] > 0, lambda: -t[ids], lambda: t[ids])),
+        TABLE,
+        W,
+    ),
+    "loop without a product": (
+        lambda d, b: near(lax.map(lambda x: n32(x * b[None]), d.x) @ W - 1),
+        W[0],
+    ),
     "product": (lambda d, t, w: near(n32((t @ w)[d.ids]) @ W, d.y), TABLE, W),
     "tied": (tied, TABLE),
     "experts": (experts, STACK),
@@ -305,7 +319,8 @@ WAYS = [
 ]
 MORE_WAYS = [(unplanned, "cancelling"), (mixed, "index"), (by_closure, "product")]
 MORE_WAYS += [(as_given, "rnn"), (as_given, "experts")]
-MORE_WAYS += itertools.product([of_attribute, as_given], ["made by scan"])
+AS_GIVEN = "made by scan", "rows of a sum", "rows in a call", "loop without a product"
+MORE_WAYS += itertools.product([of_attribute, as_given], AS_GIVEN)
 
 
 @pytest.mark.parametrize(("half", "name"), by_name(WAYS, MORE_WAYS))

@@ -234,7 +234,7 @@ class Reading:
     def _move(self, eqn: JaxprEqn) -> Step | None:
         """A stored array is moved as it is stored, or gets axes of length 1.
 
-        So is any in half precision of which rows are looked up: a row may be read often.
+        So is a half-precision one of which rows are looked up: a row may be read often.
         """
         for v in variables(eqn.invars[:1]):
             is_table = _jaxpr.name_of(eqn) == "gather" and is_half(dtype_name(v))

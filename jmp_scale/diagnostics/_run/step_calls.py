@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeGuard
 
@@ -176,7 +175,6 @@ class Calls:
         inner = [(*state, "inner_state") for state in self.states]
         self.ours = self.in_optimizers - self._below(*inner)
         self.in_optimizers |= self._below(*(path_of(keys) for keys, _ in optimizers))
-        self.start |= self._apart()
         self._places: dict[Path, Path] | None = None
         self.has_optimizer = any((optimizers, self.scales, self.states))
         with_s = all(find_loss_scale_states(node) for _, node in optimizers)
@@ -192,22 +190,6 @@ class Calls:
         """Returns the nodes with leaves of these names."""
         nodes = dict.fromkeys(path[:-1] for path in self.start)
         return [n for n in nodes if all((*n, name) in self.start for name in names)]
-
-    def _apart(self) -> Named:
-        """Scales leaves that equal another one, so that both can be told apart.
-
-        An average starts as a copy of the parameters.
-        """
-        copies: Counter[tuple[object, ...]] = Counter()
-        new = {}
-        for path, x in self.start.items():
-            is_state = path in self.in_optimizers | self._in_modules
-            if not is_state and len(path) > 1 and is_inexact(x) and np.ndim(x):
-                key = path[-1], np.shape(x), sampled(host(x)).tobytes()
-                if copies[key]:
-                    new[path] = (x * (1 + copies[key] / 16)).astype(x.dtype)
-                copies[key] += 1
-        return new
 
     def found(
         self, rule: str, places: Iterable[Path] = ((),), **values: object

@@ -1,5 +1,6 @@
 """Leaves of a step's arguments and results by path, and which belong together."""
 
+import itertools
 import math
 import sys
 from collections import defaultdict
@@ -122,10 +123,15 @@ def matched(
     found: dict[Path, Path] = {}
     for position in carried:
         found |= _carried(position, before, results)
-    for leaves in _candidates(before, results, whole):
+    equal: dict[object, list[dict[Path, Path]]] = defaultdict(list)
+    for form, leaves in _candidates(before, results, whole):
         is_free = found.keys().isdisjoint(leaves)
         if is_free and not set(leaves.values()).intersection(found.values()):
             found |= leaves
+            entries = (sampled(host(before[path])).tobytes() for path in leaves)
+            equal[form, *entries].append(leaves)
+    for twins in equal.values():
+        found |= _in_order(twins, [*before], [*results])
     left = {path: x for path, x in before.items() if path not in found}
     memories = dict(_beside(left, results, found))
     # A model of pairs may return other pairs in the place of its batch.
@@ -150,7 +156,7 @@ def _carried(position: int, before: Named, results: Named) -> dict[Path, Path]:
 
 def _candidates(
     before: Named, results: Named, whole: Sequence[Path]
-) -> list[dict[Path, Path]]:
+) -> list[tuple[Form, dict[Path, Path]]]:
     """Returns the pairs of parts with equal names and shapes, the best first.
 
     The largest, then the nearest: parameters have the form of their moments.
@@ -165,8 +171,21 @@ def _candidates(
                 leaves = _pairs(path, place, form)
                 gaps = (difference(before[p], results[q]) for p, q in leaves.items())
                 gap = float(np.nansum(np.abs(np.concatenate([*gaps]))))
-                candidates.append((-len(form), len(path), gap, leaves))
-    return [leaves for *_, leaves in sorted(candidates, key=lambda each: each[:3])]
+                candidates.append((-len(form), len(path), gap, form, leaves))
+    return [each[3:] for each in sorted(candidates, key=lambda each: each[:3])]
+
+
+def _in_order(
+    twins: list[dict[Path, Path]], goes_in: list[Path], comes_back: list[Path]
+) -> dict[Path, Path]:
+    """Gives equal parts their places in order: none is nearer to one of these.
+
+    States of optimizers start equal, and an average as a copy of the parameters.
+    """
+    paths, places = map(list, twins), ([*leaves.values()] for leaves in twins)
+    ordered = sorted(paths, key=lambda part: goes_in.index(part[0]))
+    places = sorted(places, key=lambda part: comes_back.index(part[0]))
+    return dict(zip(itertools.chain(*ordered), itertools.chain(*places), strict=True))
 
 
 def _may_match(path: Path, place: Path, form: Form) -> bool:

@@ -309,6 +309,21 @@ def copies(mistake=None):
     return step, (PARAMS, TX.init(PARAMS), PARAMS, PARAMS, X)
 
 
+def equal_parts():
+    """Two states that start equal, of which one learns less, and equal constants."""
+
+    def half(params, x, constants):
+        return HALF["float16"](params, jnp.sqrt(1 - constants["used"]) * x)
+
+    @jax.jit
+    def step(params, opt, others, state, x, constants):
+        first = learned(params, opt, x, constants, half=half)
+        return *first[:2], *learned(others, state, x / 2, constants, half=half)
+
+    rows = dict.fromkeys(("also", "used"), jnp.linspace(0.99, 0, 16)[:, None])
+    return step, (PARAMS, TX.init(PARAMS), OTHERS, TX.init(OTHERS), X, rows)
+
+
 def accumulated(params, ls, x):
     def add(total, x):
         found = scaled(HALF["float16"], ls, params, x)
@@ -697,6 +712,7 @@ RIGHT = {
     **cases(nnx_step, with_metrics=True),
     **cases(no_loss_scale),
     **cases(in_another_order),
+    **cases(equal_parts),
     **cases(pairs),
     **cases(ensemble),
     **cases(several_steps_in_a_call),

@@ -324,10 +324,32 @@ def _not_skipped(base: Base, run: Run, scale: Path) -> Iterator[Finding]:
 
 def _left_finite(base: Base, run: Run) -> Iterator[Finding]:
     """Checks that the next steps make finite again what a step did not leave so."""
-    last = base.window_after(run) if run.broken else run
-    for path in run.broken:
-        if not np.isfinite(host(last.after[path])).all():
-            yield from base.found("NaN stays", [path])
+    broken = [path for path, change in run.changes.items() if not change.stays_finite]
+    yield from base.found("NaN stays", _left(base, run, broken) if broken else ())
+
+
+def _left(base: Base, run: Run, broken: list[Path]) -> list[Path]:
+    """Returns the arrays in which NaN stays.
+
+    If it skips the next steps, even a scalar is the cause, which else is for a log.
+    """
+    last = base.window_after(run)
+    left = [path for path in broken if _not_finite(last, path).any()]
+    arrays = [path for path in left if run.changes[path].ndim]
+    if not last.is_applied:
+        return arrays or left
+    usual = base.window_after(base.run) if arrays else last
+    return [path for path in arrays if _stays(path, run, last, base.run, usual)]
+
+
+def _stays(path: Path, run: Run, last: Run, old: Run, new: Run) -> bool:
+    """Whether entries stay that usual steps change: a record keeps its old entries."""
+    stays = _not_finite(run, path) & _not_finite(last, path)
+    return bool((stays & (host(old.after[path]) != host(new.after[path]))).any())
+
+
+def _not_finite(run: Run, path: Path) -> np.ndarray:
+    return ~np.isfinite(host(run.after[path]))
 
 
 def _left_unchanged(base: Base, run: Run, again: Run | None = None) -> Findings:

@@ -31,9 +31,10 @@ class Row(NamedTuple):
 
     @property
     def is_s(self) -> bool:
-        """Whether all entries are S, as it is or as it is next."""
-        powers = np.array(self.powers)[:, None]
-        return any((self.entries == 2.0 ** (powers + i)).all() for i in (-1, 0, 1))
+        """Whether all entries that differ are S, as it is or as it is next."""
+        powers, rows = np.array(self.powers)[:, None], self.entries
+        rows = rows[:, (rows != rows[:1]).any(0)]
+        return any((rows == 2.0 ** (powers + i)).all() for i in (-1, 0, 1))
 
     @property
     def counts(self) -> list[int]:

@@ -324,6 +324,22 @@ def equal_parts():
     return step, (PARAMS, TX.init(PARAMS), OTHERS, TX.init(OTHERS), X, rows)
 
 
+def records():
+    """S, losses and norms of the last eight steps, NaN and infinite ones too."""
+
+    @jax.jit
+    def step(state, x):
+        loss, grads = scaled(HALF["float16"], state["opt"].loss_scale, state["p"], x)
+        params, opt = applied(state["p"], state["opt"], loss, grads)
+        new = {"S": opt.loss_scale.loss_scale, "of g": optax.tree.norm(grads), "": loss}
+        rows = {k: state[k].at[state["i"] % 8].set(new[k]) for k in new}
+        rows["rolled"] = jnp.roll(state["rolled"], 1).at[0].set(new["S"])
+        return {"p": params, "opt": opt, "i": state["i"] + 1, **rows}
+
+    state = dict.fromkeys(("S", "of g", "", "rolled"), jnp.zeros(8))
+    return step, ({"p": PARAMS, "opt": TX.init(PARAMS), "i": jnp.int32(0), **state}, X)
+
+
 def accumulated(params, ls, x):
     def add(total, x):
         found = scaled(HALF["float16"], ls, params, x)
@@ -364,7 +380,8 @@ def with_arguments(mistake=None):
     def step(state, batch, rate, frozen, epoch):
         def loss_of(params, x, mask):
             y = jax.nn.gelu(x @ (frozen["w1"] + params["w1"])) @ params["w2"]
-            return jnp.sum(mask * (y - target(x)) ** 2) / jnp.sum(mask)
+            mean = 1 + state["total"] if mistake == "mean" else 1
+            return jnp.sum(mask * (y - target(x)) ** 2) / jnp.sum(mask) / mean
 
         half, opt = jmp_scale.autocast(loss_of, "float16"), state["opt"]
         loss, grads = scaled(half, opt.loss_scale, state["params"], *batch)
@@ -682,6 +699,7 @@ WRONG = {
         **cases(window_of_calls, mistake="keeps NaN"),
         **cases(average, select_by=None),
         **cases(nnx_step, mistake="own gradient"),
+        **cases(with_arguments, mistake="mean"),
         **cases(memory, mistake="not selected", place=[2, 1, 0], form=[tuple, list]),
     },
     "S never adjusted": {
@@ -713,6 +731,7 @@ RIGHT = {
     **cases(no_loss_scale),
     **cases(in_another_order),
     **cases(equal_parts),
+    **cases(records),
     **cases(pairs),
     **cases(ensemble),
     **cases(several_steps_in_a_call),

@@ -66,12 +66,12 @@ def autocast(
     stays as cast.
 
     Half-precision arrays among the arguments are float32 arrays in `fun`, and so are
-    those that `fun` holds as a pytree, a partial, a bound method or a closure. All else
-    that it holds is the same object, and what it writes there is kept. Results have the
-    dtypes that `fun` returns without `autocast`. A function is traced as it stands if
-    float32 arrays raise in it, or make it another program: it names half-precision
-    dtypes, or reads bits, sizes or, of what it holds, values of arrays. To find that
-    out, it is traced twice: it prints twice, and reads an iterator twice.
+    those that `fun` holds as a pytree, a partial, a bound method or a closure. What it
+    writes there is kept, once. Results have the dtypes that `fun` returns without
+    `autocast`. A function is traced as it stands if float32 arrays raise in it, or make
+    it another program: it names half-precision dtypes, or reads bits, sizes, identities
+    or, of what it holds, values of arrays. To find that out, it is traced twice: it
+    prints twice, reads an iterator twice, and writes twice into what is none of these.
 
     A matrix product returns the gradient of a weight in float32; a convolution and
     `ragged_dot` return it in half precision, and it is then cast. The gradient of a
@@ -141,7 +141,7 @@ def autocast(
         # The setting is for what stays float32.
         setting = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009
         with tracing(forward), jax.default_matmul_precision(None):
-            jaxpr, arrays, returned, _ = trace(fun, args, kwargs)
+            jaxpr, arrays, returned, *_ = trace(fun, args, kwargs)
         if is_checked():
             return returned(in_float32(jaxpr, arrays))
         is_narrow = back == np.float16

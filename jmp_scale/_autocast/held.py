@@ -1,11 +1,11 @@
-"""The half-precision arrays that a function holds, and a call with others in place.
+"""The half-precision arrays that a function holds, and a copy with others in place.
 
-What lies on the way to such an array is copied for a call: closures, partials, bound
-methods, containers, nodes of pytrees. All else stays the object that it is, and what a
-call writes into the copy of a container is written into the container, too.
+What lies on the way to such an array is copied: closures, partials, bound methods,
+containers, nodes of pytrees. The copy is traced and forgotten; what it writes is lost.
 """
 
 import collections
+import contextlib
 import copy
 import functools
 import inspect
@@ -17,7 +17,7 @@ import jax
 
 from .._policy import holds_half
 from .._tree import is_module, is_variable
-from .._types import Arrays, PyTree
+from .._types import Arrays
 
 # The objects that one holds, and its copy of others. A leaf holds none.
 _Opened = tuple[Sequence[Any], Callable[[list[Any]], Any]]
@@ -26,9 +26,7 @@ _Opened = tuple[Sequence[Any], Callable[[list[Any]], Any]]
 class Held:
     """A function with its half-precision arrays, and the way to each of them."""
 
-    def __init__(
-        self, fun: Callable[..., Any], is_taken: Callable[[Any], bool]
-    ) -> None:
+    def __init__(self, fun: Callable[..., Any]) -> None:
         self.fun = fun
         # By `id`, which is unique because the objects are kept.
         self._opened: dict[int, tuple[Any, _Opened]] = {}
@@ -40,7 +38,7 @@ class Held:
                 for part in self._opened[id(x)][1][0]:
                     holders[id(part)].append(x)
                     todo.append(part)
-        self.arrays = [x for x, _ in self._opened.values() if is_taken(x)]
+        self.arrays = [x for x, _ in self._opened.values() if is_half_array(x)]
         held = (x for x, _ in self._opened.values() if _is_container(x))
         self._before = [(x, _items(x)) for x in held]
         way = [*self.arrays]
@@ -49,16 +47,14 @@ class Held:
         self._on_way = {*map(id, way)}
 
     def restore(self) -> None:
-        """Takes back what calls wrote, so that each trace begins alike."""
+        """Takes back what a call of the copy wrote into what is not copied."""
         for x, items in self._before:
             if not _are_same(items, _items(x)):
                 _fill(x, items)
 
-    def call(self, arrays: Arrays, args: PyTree, kwargs: PyTree) -> PyTree:
-        """Calls the function, with these arrays in place of those that it holds."""
-        pairs = zip(map(id, self.arrays), arrays, strict=True)
-        new: dict[int, Any] = dict(pairs)
-        filled: list[tuple[Any, Any, dict[Any, Any]]] = []
+    def copied(self, arrays: Arrays) -> Callable[..., Any]:
+        """Returns a copy of the function, with these arrays in place of its own."""
+        new: dict[int, Any] = dict(zip(map(id, self.arrays), arrays, strict=True))
 
         def copied(x: Any) -> Any:
             if id(x) not in self._on_way:
@@ -66,22 +62,13 @@ class Held:
             if id(x) not in new and _is_container(x):
                 # It may contain itself, so that its copy is known before its items.
                 new[id(x)] = CellType() if isinstance(x, CellType) else copy.copy(x)
-                items = {k: copied(v) for k, v in _items(x).items()}
-                _fill(new[id(x)], items)
-                filled.append((x, new[id(x)], items))
+                _fill(new[id(x)], {k: copied(v) for k, v in _items(x).items()})
             elif id(x) not in new:
                 _, (parts, copy_with) = self._opened[id(x)]
                 new.setdefault(id(x), copy_with([*map(copied, parts)]))
             return new[id(x)]
 
-        try:
-            return copied(self.fun)(*args, **kwargs)
-        finally:
-            old = {id(each): self._opened[i][0] for i, each in new.items()}
-            for x, filled_copy, before in filled:
-                after = _items(filled_copy)
-                if not _are_same(before, after):
-                    _fill(x, {k: old.get(id(v), v) for k, v in after.items()})
+        return copied(self.fun)
 
 
 def is_half_array(x: Any) -> bool:
@@ -107,10 +94,11 @@ def _opened(x: Any) -> _Opened:
     if attributes is not None and not slots and not isinstance(x, tuple):
         # Its attributes are all that it holds, whatever its children are.
         return (attributes,), functools.partial(_with_attributes, x)
-    children, structure = jax.tree.flatten(x, is_leaf=lambda each: each is not x)
-    copied = jax.tree.unflatten(structure, children)
-    if _are_same(_all_of(x), _all_of(copied)):  # it forgets nothing
-        return children, functools.partial(jax.tree.unflatten, structure)
+    with contextlib.suppress(Exception):  # of a class that cannot be made of its parts
+        children, structure = jax.tree.flatten(x, is_leaf=lambda each: each is not x)
+        copied = jax.tree.unflatten(structure, children)
+        if _are_same(_all_of(x), _all_of(copied)):  # it forgets nothing
+            return children, functools.partial(jax.tree.unflatten, structure)
     return (), lambda _: x
 
 

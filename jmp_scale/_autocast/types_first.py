@@ -11,7 +11,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -43,52 +43,33 @@ class Traced(NamedTuple):
     arrays: list[jax.Array]  # its inputs, as they are stored
     returned: Callable[[Arrays], PyTree]  # what the function returns, of its outputs
     paths: list[KeyPath]  # to the arrays in it
+    count: int  # of inputs that the function holds, which are the first ones
 
 
 def trace(fun: Callable[..., Any], args: PyTree, kwargs: PyTree) -> Traced:
     """Traces a call, with float32 in place of half-precision arrays.
 
-    A function that names half-precision dtypes itself may raise so, whatever it raises:
-    it is traced as it is given. It may also read what it holds as numbers, or in a rule
-    for derivatives: then it is traced as the object that it is.
+    It is traced as it is given if a trace with float32 arrays is another program or
+    raises, whatever it raises. Of what the function holds a copy has float32 arrays,
+    unless it reads these as numbers, or in a rule for derivatives.
     """
-    held = Held(fun, is_half_array)
-    if held.arrays:
-        with contextlib.suppress(Exception):
-            traced = _traced(_Call(held, args, kwargs))
-            if not _loses_arrays(traced.program):
-                return traced
-        held.restore()
-        held = Held(fun, lambda _: False)
-    call = _Call(held, args, kwargs)
-    try:
-        return _traced(call)
-    except _NOT_CONCRETE as error:
-        error.args = (call.with_names(str(error)),)
-        raise
-
-
-def in_float32(program: Program, arrays: Arrays) -> list[jax.Array]:
-    """Evaluates a program with float32 in place of half-precision arrays."""
-
-    def widened(x: jax.Array, aval: Any) -> jax.Array:
-        return x if x.dtype == aval.dtype else x.astype(aval.dtype)
-
-    return jaxpr_as_fun(program)(*map(widened, arrays, program.in_avals))
-
-
-def _traced(call: "_Call") -> Traced:
-    wide = None
-    if any(map(is_half_array, call.arrays)):
-        with contextlib.suppress(Exception):
-            wide = call.traced(map(_in_float32, call.arrays))
-        call.held.restore()
+    held = Held(fun)
+    call = _Call(fun, args, kwargs)
+    calls, wide = [_Call(fun, args, kwargs, held), call], None
+    for each in calls if held.arrays else [call]:
+        if wide is None and any(map(is_half_array, each.arrays)):
+            with contextlib.suppress(Exception):
+                found = each.traced(map(_in_float32, each.arrays))
+                wide = None if _loses_arrays(found.program) else found
+            held.restore()
     try:
         given = call.traced(call.arrays)
-    except Exception:
-        if wide is None:  # otherwise the function takes float32 arrays alone
-            raise
-        return wide
+    except Exception as error:
+        if wide is not None:  # the function takes float32 arrays alone
+            return wide
+        if isinstance(error, _NOT_CONCRETE):
+            error.args = (call.with_names(str(error)),)
+        raise
     if wide is None or not _is_one(wide, given):
         return given
     types = given.program.out_avals
@@ -98,6 +79,15 @@ def _traced(call: "_Call") -> Traced:
         return given.returned([_as_stored(x, out.dtype) for x, out in pairs])
 
     return wide._replace(returned=returned)
+
+
+def in_float32(program: Program, arrays: Arrays) -> list[jax.Array]:
+    """Evaluates a program with float32 in place of half-precision arrays."""
+
+    def widened(x: jax.Array, aval: Any) -> jax.Array:
+        return x if x.dtype == aval.dtype else x.astype(aval.dtype)
+
+    return jaxpr_as_fun(program)(*map(widened, arrays, program.in_avals))
 
 
 def _in_float32(x: jax.Array) -> Any:
@@ -116,21 +106,30 @@ _ARRAY = object()  # stands for an array
 class _Call:
     """A call as a function from arrays to arrays: other leaves are fixed."""
 
-    def __init__(self, held: Held, args: PyTree, kwargs: PyTree) -> None:
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        args: PyTree,
+        kwargs: PyTree,
+        held: Held | None = None,
+    ) -> None:
         given, self._with_given = split_arrays((args, kwargs))
-        self._leaves, self._args, self._kwargs = [*held.arrays, *given], args, kwargs
-        self.arrays = [*map(jnp.asarray, self._leaves)]
-        self.held, self.__wrapped__ = held, held.fun
-        self.__name__ = self.__qualname__ = getattr(held.fun, "__name__", "fun")
+        own = held.arrays if held else []
+        self._leaves, self._args, self._kwargs = [*own, *given], args, kwargs
+        self.arrays = [*own, *map(jnp.asarray, given)]
+        self._held, self._count, self._fun = held, len(own), fun
+        self.__wrapped__ = fun
+        self.__name__ = self.__qualname__ = getattr(fun, "__name__", "fun")
         while isinstance(self.__wrapped__, functools.partial):
             # JAX's errors name it, and its file.
             self.__wrapped__ = self.__wrapped__.func
         self.__signature__ = inspect.signature(self.__call__)
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
-        count = len(self.held.arrays)
-        args, kwargs = self._with_given(arrays[count:])
-        result = self.held.call(arrays[:count], args, kwargs)
+        own, given = arrays[: self._count], arrays[self._count :]
+        args, kwargs = self._with_given(given)
+        fun = self._held.copied(own) if self._held else self._fun
+        result = fun(*args, **kwargs)
         pairs, structure = jax.tree_util.tree_flatten_with_path(result)
         found = [(path, x) for path, x in pairs if isinstance(x, jax.Array)]
         leaves = [_ARRAY if isinstance(x, jax.Array) else x for _, x in pairs]
@@ -148,13 +147,13 @@ class _Call:
             out = [next(left) if x is _ARRAY else x for x in leaves]
             return jax.tree.unflatten(structure, out)
 
-        return Traced(program, self.arrays, returned, paths)
+        return Traced(program, self.arrays, returned, paths, self._count)
 
     def with_names(self, text: str) -> str:
         """Returns a text with the names of arguments as `jax.jit` gives them."""
         names: dict[int, list[str]] = {}  # several, if an array is passed twice
         with contextlib.suppress(TypeError, ValueError):  # it has no signature
-            signature = inspect.signature(self.held.fun)
+            signature = inspect.signature(self._fun)
             given = signature.bind(*self._args, **self._kwargs).arguments
             for name, value in given.items():
                 for path, leaf in jax.tree_util.tree_leaves_with_path(value):
@@ -184,23 +183,36 @@ def _is_one(wide: Traced, given: Traced) -> bool:
     in rules for derivatives. That fails for a function that computes with bits of an
     array, with its size in bytes, or with anything else that it chooses by a dtype.
     """
-    one, other = _operations(wide.program), _operations(given.program)
+    held = {id(x): _name(i, x) for i, x in enumerate(wide.arrays[: wide.count])}
+    arguments = range(wide.count, len(wide.arrays))
+    one = _operations(wide.program, [*held.values(), *arguments], held)
+    other = _operations(given.program, arguments, held)
     is_one = wide.paths == given.paths and len(one) == len(other)
     return is_one and all(map(_are_one, one, other))
 
 
-def _operations(program: Program) -> list[_Operation]:
+def _name(place: int, held: jax.Array) -> Any:
+    """Returns what names an array that a function holds: JAX copies a known number."""
+    is_number = held.ndim == 0 and not isinstance(held, Tracer)
+    return _Number(held) if is_number else place
+
+
+def _operations(
+    program: Program, inputs: Iterable[Any], held: Mapping[int, Any]
+) -> list[_Operation]:
     """Lists what is neither a call nor a cast, followed by what is nested in it.
 
     So is the rule for derivatives of a function that has its own, but not those of
-    functions in a rule, which may call its function again.
+    functions in a rule, which may call its function again. Inputs have these names, and
+    so have, by `id`, constants that the function holds.
     """
     found: list[_Operation] = []
 
     def add(jaxpr: Program, inputs: Iterable[Any], in_rule: bool = False) -> list[Any]:
         inner, constants = _jaxpr.open_jaxpr(jaxpr)
         known = dict(zip(inner.invars, inputs, strict=False))
-        known.update(zip(inner.constvars, map(_Number, constants), strict=True))
+        names = [held.get(id(x), _Number(x)) for x in constants]
+        known.update(zip(inner.constvars, names, strict=True))
 
         def named(atoms: Iterable[_jaxpr.Atom]) -> list[Any]:
             return [known[v] if isinstance(v, Var) else _Number(v.val) for v in atoms]
@@ -219,7 +231,7 @@ def _operations(program: Program) -> list[_Operation]:
             known.update(zip(eqn.outvars, results, strict=True))
         return named(inner.outvars)
 
-    found.append((None, add(program, itertools.count())))
+    found.append((None, add(program, inputs)))
     return found
 
 

@@ -1,13 +1,14 @@
 """What a function holds: it is called as the object that it is, and keeps what it has.
 
-Each program runs with float32 weights, when it is that object, and with half-precision
-ones, when what lies on the way to one is a copy.
+Each program runs with float32 weights and with half-precision ones, when a copy of what
+lies on the way to one is traced, too.
 """
 
 import collections
 import dataclasses
 import functools
 import operator
+import weakref
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -214,6 +215,15 @@ class Layers(tuple):
     __call__ = lambda self, x: chain(self[0], [], x)  # noqa: E731
 
 
+class Sized(collections.namedtuple("Sized", "layers size")):
+    """A tuple that cannot be made of its parts."""
+
+    __call__ = Layers.__call__
+
+    def __new__(cls, held):
+        return super().__new__(cls, held, len(held))
+
+
 jax.tree_util.register_pytree_node(
     Beside, lambda x: ((x.layers,), None), lambda _, children: Beside(*children)
 )
@@ -227,6 +237,7 @@ MADE = {
     "other children": lambda held: Spread(held, []),
     "slot": lambda held: Beside(held, []),
     "tuple": lambda held: Layers((held,)),
+    "made otherwise": lambda held: Sized(held),
 }
 
 
@@ -242,6 +253,20 @@ def test_what_a_function_holds_keeps_what_was_set_later(name, dtype):
 
     np.testing.assert_allclose(autocast(fun, "float16")(X), fun(X), atol=0.05)
     assert one.count == 2
+
+
+def test_a_layer_is_known_by_what_it_is():
+    layers = [Node({"w": w.astype("bfloat16")}, []) for w in (W, W.T)]
+    ids, known, seen = {id(layers[1])}, weakref.WeakSet(layers[1:]), []
+
+    def fun(x):
+        seen.append([layers[0], layers[0].layers["w"]])
+        for each in layers:
+            x = each(x) + (id(each) in ids) + 2 * (each in known)
+        return x
+
+    np.testing.assert_allclose(jax.jit(autocast(fun, "f16"))(X), fun(X), atol=0.05)
+    assert seen == 2 * [[layers[0], layers[0].layers["w"]]]
 
 
 class Cached(Node):

@@ -60,7 +60,8 @@ def trace(fun: Callable[..., Any], args: PyTree, kwargs: PyTree) -> Traced:
         if wide is None and any(map(is_half_array, each.arrays)):
             with contextlib.suppress(Exception):
                 found = each.traced(map(_in_float32, each.arrays))
-                wide = None if _loses_arrays(found.program) else found
+                is_lost = each is not call and _loses_arrays(found.program)
+                wide = None if is_lost else found
             held.restore()
     try:
         given = call.traced(call.arrays)

@@ -1,5 +1,6 @@
 """Pytrees: finds, casts, scales and selects their leaves; flattens calls to arrays."""
 
+import collections
 import functools
 from collections.abc import Callable
 from typing import TypeVar
@@ -39,7 +40,12 @@ def map_inexact(fun: Function, tree: T, *rest: PyTree) -> T:
 def leaves_by_name(tree: PyTree) -> dict[str, PyTree]:
     """Returns leaves by path; on disk keys, indices and field names are all strings."""
     pairs = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in pairs}
+    names = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in pairs]
+    count = collections.Counter(names)
+    return {  # of which a key "a/b" and a key "b" of "a" have different ones
+        name if count[name] == 1 else jax.tree_util.keystr(path): x
+        for name, (path, x) in zip(names, pairs, strict=True)
+    }
 
 
 def promote_to_float32(tree: T) -> T:

@@ -44,6 +44,16 @@ def test_without_remainders_parameters_are_cast():
     assert full_parameters(jnp.float16(2), ()).dtype == jnp.float32
 
 
+def test_parameters_whose_paths_read_alike_are_two():
+    params = {"a/b": jnp.ones(2, "bfloat16"), "a": {"b": jnp.zeros(3, "bfloat16")}}
+    tx = with_half_storage(optax.sgd(2.0**-12))
+    updates, state = tx.update(params, tx.init(params), params)
+    found = full_parameters(optax.apply_updates(params, updates), state)
+    assert_bitwise_equal(found["a/b"], jnp.full(2, 1 - 2.0**-12))
+    saved = jax.tree.map(jnp.asarray, (params, state))
+    assert_bitwise_equal(checkpoints.restore(lambda _: saved, (params, state)), saved)
+
+
 class Mixed(nnx.Module):
     """Half-precision weights between float32 norms."""
 

@@ -49,15 +49,14 @@ def with_precision(eqn: JaxprEqn, precision: str | None) -> JaxprEqn:
     """Sets the precision of products that have none, in an equation and within."""
     if precision is None:
         return eqn
-    try:
-        level = jax.lax.Precision(precision)
-    except ValueError:  # the name of an algorithm
-        return eqn
+    algorithm = getattr(jax.lax.DotAlgorithmPreset, precision, None)
+    level = algorithm or (jax.lax.Precision(precision),) * 2
 
     def change(product: JaxprEqn) -> JaxprEqn:
-        if product.params.get("precision", 0) is not None:
+        is_set = product.params.get("precision", 0) is not None
+        if is_set or (algorithm and _jaxpr.name_of(product) != "dot_general"):
             return product
-        return product.replace(params=product.params | {"precision": (level, level)})
+        return product.replace(params=product.params | {"precision": level})
 
     return with_products(eqn, change)
 

@@ -41,7 +41,7 @@ def _scan(eqn: JaxprEqn, operands: Arrays, body: Body) -> Arrays | None:
         step,
         init=[*operands[first:last]],
         xs=[*operands[last:]],
-        length=loop.trips,
+        length=None if operands[last:] else loop.trips,  # it may be symbolic
         reverse=eqn.params["reverse"],
         unroll=eqn.params["unroll"],
     )

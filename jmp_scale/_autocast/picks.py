@@ -173,7 +173,8 @@ def _in_numpy(eqn: JaxprEqn, operands: Sequence[np.ndarray]) -> np.ndarray | Non
         own = params["broadcast_dimensions"]
         added = [d for d in range(len(shape)) if d not in own]
         return np.broadcast_to(np.expand_dims(operands[0], tuple(added)), shape)
-    found = _NUMPY[name](*operands) if name in _NUMPY else None
+    is_known = name in _NUMPY and params.get("dimensions") is None  # of a reshape
+    found = _NUMPY[name](*operands) if is_known else None
     return None if found is None else found.reshape(shape).astype(dtype)
 
 
@@ -194,8 +195,8 @@ def picked(x: jax.Array, indices: jax.Array, pick: Pick) -> jax.Array:
     found = linear(functools.partial(_entries, axis=pick.axis), labels, x)
     if pick.mode != "CLIP":
         is_filled = pick.mode == "FILL_OR_DROP"
-        outside = pick.fill if is_filled else jax.lax.stop_gradient(found)
-        found = jnp.where(is_inside, found, outside)
+        fill = x.dtype.type(pick.fill) if is_filled else jax.lax.stop_gradient(found)
+        found = jnp.where(is_inside, found, fill)
     order = np.argsort(pick.dimensions)
     shape = [indices.shape[d] for d in pick.dimensions]
     return found.reshape(shape).transpose(order).reshape(pick.shape)

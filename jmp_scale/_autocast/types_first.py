@@ -262,9 +262,10 @@ def _gradient(fun: Callable[..., Any], types: Sequence[Any]) -> Program:
 
 
 def _is_cast(eqn: JaxprEqn) -> bool:
-    """Whether an equation returns its operand, except for the rounding."""
+    """Whether an equation returns its operand, in float32 or half precision."""
+    names = [*map(_jaxpr.dtype_name, (*eqn.invars, *eqn.outvars))]
     is_named = _jaxpr.name_of(eqn) in ("convert_element_type", "copy")
-    return is_named and all(map(_jaxpr.is_floating, (*eqn.invars, *eqn.outvars)))
+    return is_named and all(name == "float32" or is_half(name) for name in names)
 
 
 def _are_one(wide: _Operation, given: _Operation) -> bool:

@@ -30,7 +30,7 @@ def test_what_is_marked_stays_float32():
     assert keep_float32(exact)(X, False, note="static")[0].dtype == jnp.float32
 
 
-@pytest.mark.parametrize("setting", ["highest", "tensorfloat32"])
+@pytest.mark.parametrize("setting", ["highest", "tensorfloat32", "F32_F32_F32"])
 def test_the_setting_for_precision_holds_for_what_stays_float32(setting):
     def loss(w, x):
         exact = keep_float32(jax.jit(jnp.dot))(layer(w, x), w)

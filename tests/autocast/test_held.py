@@ -446,6 +446,9 @@ BY_DTYPE = {
     "a callback": lambda w: jax.pure_callback(
         functools.partial(np.multiply, w.itemsize), w, w
     ),
+    "a cast": lambda w: (
+        w + n32(W.astype("float8_e4m3fn" if w.itemsize == 2 else w.dtype))
+    ),
     "noise": lambda w: w + jax.random.normal(jax.random.key(0), w.shape, w.dtype),
 }
 

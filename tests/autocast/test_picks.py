@@ -145,7 +145,7 @@ WAYS = {
     "slice": lambda x, y, **_: jax.vmap(lax.dynamic_index_in_dim)(x, y),
 }
 OPTIONS = [{"mode": mode} for mode in ("clip", "fill", "promise_in_bounds", None)]
-OPTIONS += [{"mode": "fill", "fill_value": 3.0}]
+OPTIONS += [{"mode": "fill", "fill_value": fill} for fill in (3.0, np.float16(3))]
 ROWS_OF_MODES = [
     (*row, dtype)
     for row, dtype in zip(
@@ -204,6 +204,9 @@ KEPT = {
     "rows that wrap": lambda x, y, h: jnp.sum(
         jnp.tile(x, (40, 1))[jnp.arange(320).astype("uint8"), jnp.tile(y, 40)]
         * jnp.arange(320)
+    ),
+    "rows in columns": lambda x, y, h: jnp.sum(
+        x[COUNT.reshape(2, 4).ravel(order="F"), y] * (1 + COUNT)
     ),
     "rows that an input shifts": lambda x, y, h: jnp.sum(x[COUNT + 0 * y, y]),
     "all labels of each row": lambda x, y, h: jnp.sum(x[COUNT[:, None], y[None]] ** 2),

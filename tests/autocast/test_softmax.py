@@ -124,3 +124,12 @@ def test_what_resembles_a_softmax_has_its_own_gradient(name, way, stored, dtype)
     for recompute in (True, False):
         got = jax.jit(jax.grad(autocast(loss, dtype, recompute=recompute)))(w)
         assert_norm_close(got.astype("float32"), wanted, 16 * jnp.finfo(dtype).eps)
+
+
+def test_a_softmax_of_nothing_has_a_gradient():
+    def loss(w):
+        keys = (X @ w)[:0]
+        return jnp.sum(jax.nn.softmax(X @ w @ keys.T) @ keys + X @ w)
+
+    got = jax.grad(autocast(loss, "bfloat16"))(W)
+    assert_norm_close(got, jax.grad(loss)(W), 0.02)

@@ -117,8 +117,12 @@ def _softmax_rule(
     result, tangent = softmax_from(*primals, axes), tangents[0]
     if isinstance(tangent, SymbolicZero):
         return result, no_tangent(result)
+
     # XLA:GPU has one kernel for what begins with a reduction of the rows.
-    p = on_gpu(lambda x: x - 0 * jnp.max(x, axes, keepdims=True), result)
+    def from_maximum(x: jax.Array) -> jax.Array:
+        return x - 0 * jnp.expand_dims(jax.lax.reduce_max(x, axes), axes)
+
+    p = on_gpu(from_maximum, result)
     product = p * tangent
     # Rounded probabilities do not add up to 1. Divided by their sum, a constant added
     # to the cotangent changes nothing, as in the exact derivative.

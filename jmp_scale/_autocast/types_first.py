@@ -43,7 +43,7 @@ class Traced(NamedTuple):
     arrays: list[jax.Array]  # its inputs, as they are stored
     returned: Callable[[Arrays], PyTree]  # what the function returns, of its outputs
     paths: list[KeyPath]  # to the arrays in it
-    count: int  # of inputs that the function holds, which are the first ones
+    held: int  # how many of its inputs the function holds, which are the first ones
 
 
 def trace(fun: Callable[..., Any], args: PyTree, kwargs: PyTree) -> Traced:
@@ -184,8 +184,8 @@ def _is_one(wide: Traced, given: Traced) -> bool:
     in rules for derivatives. That fails for a function that computes with bits of an
     array, with its size in bytes, or with anything else that it chooses by a dtype.
     """
-    held = {id(x): _name(i, x) for i, x in enumerate(wide.arrays[: wide.count])}
-    arguments = range(wide.count, len(wide.arrays))
+    held = {id(x): _name(i, x) for i, x in enumerate(wide.arrays[: wide.held])}
+    arguments = range(wide.held, len(wide.arrays))
     one = _operations(wide.program, [*held.values(), *arguments], held)
     other = _operations(given.program, arguments, held)
     is_one = wide.paths == given.paths and len(one) == len(other)

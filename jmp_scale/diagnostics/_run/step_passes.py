@@ -18,7 +18,15 @@ from ..._types import PyTree
 from .._findings import Finding
 from .step_base import NOISE, Base, is_other
 from .step_calls import Run
-from .step_leaves import Named, Path, copies_of, has_moved, host, seem_to_come_back
+from .step_leaves import (
+    Named,
+    Path,
+    copies_of,
+    has_moved,
+    host,
+    is_below,
+    seem_to_come_back,
+)
 from .step_powers import Row, count_of_power
 
 _GROWS = 2**30  # a counter at which S grows, whatever its period
@@ -84,9 +92,34 @@ def half_results(base: Base) -> Findings:
 
 
 def adjusts_s(base: Base) -> Findings:
+    """Checks that a step counts, unless its optimizer may wait for a window to end."""
+    calls = base.calls
     for scale, counted in base.run.counted.items():
-        if counted != "finite" and base.calls.adjusts:
+        if counted == "finite" or not calls.adjusts:
+            continue
+        own = scale[:-1] if scale[:-1] in calls.states else scale
+        if _may_wait(base.run, own):
+            what = f"{calls.labels[int(scale[0])]}: no step of its optimizer ended"
+            yield f"{what}; pass carried= for a counter, or the state of a later call"
+        else:
             yield from base.found("S never adjusted", [(*scale, "loss_scale")])
+
+
+def _may_wait(run: Run, own: Path) -> bool:
+    """Whether something else counts, and neither its own state nor all weights move.
+
+    A bare counter is none of the state that is seen to come back.
+    """
+    moved = {*filter(run.moved, run.after)}
+    if any(is_below(path, [own]) for path in moved) or moved.issuperset(run.weights):
+        return False
+    counts = {path for path, x in run.before.items() if _is_count(x)}
+    has_bare = any(map(_is_count, run.results.values()))
+    return not counts.isdisjoint(moved) or (has_bare and not counts <= run.after.keys())
+
+
+def _is_count(x: PyTree) -> bool:
+    return not np.ndim(x) and not is_inexact(x)
 
 
 def changes_something(base: Base) -> Findings:

@@ -373,6 +373,21 @@ def window_of_calls(mistake=None):
     return step, ((PARAMS, TX.init(PARAMS), zeros, jnp.int32(0)), X)
 
 
+def now_and_then(mistake=None, calls=0):
+    """A second optimizer that steps in each fifth call, counted by a bare argument."""
+
+    @jax.jit
+    def step(params, opt, others, state, calls, x):
+        def other(_):
+            new, opt, _ = learned(others, state, x)
+            return new, state if mistake else opt
+
+        both = lax.cond(calls % 5 == 4, other, lambda _: (others, state), None)
+        return *learned(params, opt, x)[:2], *both, calls + 1
+
+    return step, (PARAMS, TX.init(PARAMS), OTHERS, TX.init(OTHERS), jnp.int32(calls), X)
+
+
 def with_arguments(mistake=None):
     """A learning rate, a mask, a frozen base and an epoch as arguments."""
 
@@ -706,6 +721,7 @@ WRONG = {
         **cases(step_of, results=[old_state, state_anew]),
         **cases(nnx_step, mistake="no update"),
         **cases(loop_by_hand, mistake=["adjust", "anew"]),
+        **cases(now_and_then, mistake="old state", calls=4),
     },
     "S adjusted twice": cases(step_of, results=adjusted_twice),
     "replicas diverge": cases(pmapped, mistake="no mean"),
@@ -732,6 +748,7 @@ RIGHT = {
     **cases(in_another_order),
     **cases(equal_parts),
     **cases(records),
+    **cases(now_and_then, calls=[0, 4]),
     **cases(pairs),
     **cases(ensemble),
     **cases(several_steps_in_a_call),

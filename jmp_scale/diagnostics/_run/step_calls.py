@@ -125,13 +125,14 @@ class Run:
         return self.moving or self.weights
 
     @property
-    def broken(self) -> list[Path]:
-        """Returns the leaves that the call made infinite or NaN, but no scalars.
+    def lost(self) -> list[Path]:
+        """Returns the leaves that the call made infinite or NaN."""
+        return [path for path, c in self.changes.items() if not c.stays_finite]
 
-        A scalar is a sum or a mean for a log.
-        """
-        changes = self.changes.items()
-        return [path for path, c in changes if c.ndim and not c.stays_finite]
+    @property
+    def broken(self) -> list[Path]:
+        """Returns those that are no scalars, as a sum or a mean for a log is."""
+        return [path for path in self.lost if self.changes[path].ndim]
 
     def change(self, path: Path) -> Change:
         old, new = self.before[path], self.after[path]

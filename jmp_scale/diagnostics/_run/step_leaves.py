@@ -123,15 +123,13 @@ def matched(
     found: dict[Path, Path] = {}
     for position in carried:
         found |= _carried(position, before, results)
-    equal: dict[object, list[dict[Path, Path]]] = defaultdict(list)
+    chosen = []
     for form, leaves in _candidates(before, results, whole):
         is_free = found.keys().isdisjoint(leaves)
         if is_free and not set(leaves.values()).intersection(found.values()):
             found |= leaves
-            entries = (sampled(host(before[path])).tobytes() for path in leaves)
-            equal[form, *entries].append(leaves)
-    for twins in equal.values():
-        found |= _in_order(twins, [*before], [*results])
+            chosen.append((form, leaves))
+    found |= _in_order(chosen, before, results)
     left = {path: x for path, x in before.items() if path not in found}
     memories = dict(_beside(left, results, found))
     # A model of pairs may return other pairs in the place of its batch.
@@ -176,16 +174,23 @@ def _candidates(
 
 
 def _in_order(
-    twins: list[dict[Path, Path]], goes_in: list[Path], comes_back: list[Path]
+    chosen: list[tuple[Form, dict[Path, Path]]], before: Named, results: Named
 ) -> dict[Path, Path]:
     """Gives equal parts their places in order: none is nearer to one of these.
 
     States of optimizers start equal, and an average as a copy of the parameters.
     """
-    paths, places = map(list, twins), ([*leaves.values()] for leaves in twins)
-    ordered = sorted(paths, key=lambda part: goes_in.index(part[0]))
-    places = sorted(places, key=lambda part: comes_back.index(part[0]))
-    return dict(zip(itertools.chain(*ordered), itertools.chain(*places), strict=True))
+    equal = defaultdict[object, list[dict[Path, Path]]](list)
+    for form, leaves in chosen:
+        entries = (sampled(host(before[path])).tobytes() for path in leaves)
+        equal[form, *entries].append(leaves)
+    found, goes_in, comes_back = {}, [*before], [*results]
+    for twins in equal.values():
+        paths = sorted(map(list, twins), key=lambda part: goes_in.index(part[0]))
+        places = [[*leaves.values()] for leaves in twins]
+        places.sort(key=lambda part: comes_back.index(part[0]))
+        found |= zip(itertools.chain(*paths), itertools.chain(*places), strict=True)
+    return found
 
 
 def _may_match(path: Path, place: Path, form: Form) -> bool:

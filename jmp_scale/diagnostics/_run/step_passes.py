@@ -203,6 +203,22 @@ def unscaled_once(base: Base) -> Findings:
     yield from base.found(rule, told)
 
 
+def unscaled_by_the_same_s(base: Base) -> Findings:
+    """Checks that no leaf grows with the S of one of several optimizers alone."""
+    old, rows = base.exact.run, base.several_s
+    # What all S change at once is told by its power, and what rounding changes by none.
+    is_asked = len(base.calls.scales) > 1 and rows.is_exact and not rows.differs
+    for scale in base.calls.scales if is_asked else ():
+        run = base.exact.call("one S", base.calls.at(2.0**10 * base.s, [scale]))
+        if run is None:
+            continue
+        for path in filter(rows.states.get, old.learning):
+            usual, new = old.change(path).step, run.change(path).step
+            grows = np.linalg.norm(new) > np.linalg.norm(usual)
+            if grows and is_other(run, old, [path]):
+                yield from base.found("never unscaled", [path])
+
+
 def _telling(base: Base) -> dict[Path, Row]:
     """Returns the moments, or else the weights, that grow or fall by powers of S.
 
@@ -356,29 +372,30 @@ def _not_skipped(base: Base, run: Run, scale: Path) -> Iterator[Finding]:
 
 
 def _left_finite(base: Base, run: Run) -> Iterator[Finding]:
-    """Checks that the next steps make finite again what a step did not leave so."""
-    broken = [path for path, change in run.changes.items() if not change.stays_finite]
-    yield from base.found("NaN stays", _left(base, run, broken) if broken else ())
+    """Checks that the next steps make finite again what a step did not leave so.
 
-
-def _left(base: Base, run: Run, broken: list[Path]) -> list[Path]:
-    """Returns the arrays in which NaN stays.
-
-    If it skips the next steps, even a scalar is the cause, which else is for a log.
+    If it skips them, even a scalar is the cause, which else is for a log.
     """
-    last = base.window_after(run)
-    left = [path for path in broken if _not_finite(last, path).any()]
+    last = base.window_after(run) if run.lost else run
+    left = [path for path in run.lost if _not_finite(last, path).any()]
     arrays = [path for path in left if run.changes[path].ndim]
-    if not last.is_applied:
-        return arrays or left
-    usual = base.window_after(base.run) if arrays else last
-    return [path for path in arrays if _stays(path, run, last, base.run, usual)]
+    if last.is_applied:
+        left = arrays = _staying(base, run, last, arrays)
+    yield from base.found("NaN stays", arrays or left)
 
 
-def _stays(path: Path, run: Run, last: Run, old: Run, new: Run) -> bool:
-    """Whether entries stay that usual steps change: a record keeps its old entries."""
-    stays = _not_finite(run, path) & _not_finite(last, path)
-    return bool((stays & (host(old.after[path]) != host(new.after[path]))).any())
+def _staying(base: Base, run: Run, last: Run, paths: list[Path]) -> list[Path]:
+    """Returns the leaves in which entries stay infinite or NaN that usual steps change.
+
+    A record keeps its old entries.
+    """
+    usual = base.window_after(base.run) if paths else last
+
+    def stays(path: Path) -> bool:
+        moved = host(base.run.after[path]) != host(usual.after[path])
+        return (_not_finite(run, path) & _not_finite(last, path) & moved).any()
+
+    return [*filter(stays, paths)]
 
 
 def _not_finite(run: Run, path: Path) -> np.ndarray:
@@ -448,6 +465,7 @@ def _after_nan(base: Base, run: Run) -> Findings:
 PASSES = (
     *(is_applied, constant_s, arrays_without_names, half_results),
     *(adjusts_s, changes_something, guards_see_losses, replicas_agree, is_comparable),
-    *(has_gradients, unscaled_by_its_own_s, unscaled_once, reported_unscaled),
-    *(overflow_is_skipped, reads_its_parameters, infinite_s, spike, nan_in_batch),
+    *(has_gradients, unscaled_by_its_own_s, unscaled_once, unscaled_by_the_same_s),
+    *(reported_unscaled, overflow_is_skipped, reads_its_parameters, infinite_s),
+    *(spike, nan_in_batch),
 )

@@ -34,7 +34,8 @@ class Row(NamedTuple):
         """Whether all entries that differ are S, as it is or as it is next."""
         powers, rows = np.array(self.powers)[:, None], self.entries
         rows = rows[:, (rows != rows[:1]).any(0)]
-        return any((rows == 2.0 ** (powers + i)).all() for i in (-1, 0, 1))
+        is_s = ((rows == 2.0 ** (powers + i)).all() for i in (-1, 0, 1))
+        return rows.size > 0 and any(is_s)
 
     @property
     def counts(self) -> list[int]:

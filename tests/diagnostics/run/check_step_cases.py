@@ -447,10 +447,12 @@ def gan(mistake=None):
     @jax.jit
     def step(players, states, x):
         scales = [state.loss_scale for state in states]
-        scales = scales[::-1] if mistake else scales
+        scales = scales[::-1] if mistake == "swapped" else scales
         new = []
         for player, state, ls in zip(players, states, scales, strict=True):
             loss, grads = scaled(HALF["float16"], ls, player, x)
+            if mistake == "unscaled by the first":
+                grads = scales[0].unscale(ls.scale(grads))
             new.append(applied(player, state, loss, grads))
         return *zip(*new, strict=True), loss
 
@@ -651,6 +653,7 @@ WRONG = {
     "never unscaled": {
         **cases(step_of, gradients=never_unscaled),
         **cases(step_of, change=others_added_scaled),
+        **cases(gan, mistake="unscaled by the first"),
         # A clip does not hide that S changes a step.
         **cases(step_of, gradients=never_unscaled, inner="clip", times=1e3),
         **cases(step_of, gradients=never_unscaled, inner="sgd", dtype="float32"),

@@ -253,12 +253,11 @@ class Reading:
         """
         if _jaxpr.name_of(eqn) == "broadcast_in_dim":
             return _jaxpr.size(eqn.invars[0]) == _jaxpr.size(eqn.outvars[0])
-        fill = np.float64(eqn.params.get("fill_value") or 0)
-        with np.errstate(over="ignore"):
-            is_exact = np.isnan(fill) or fill == fill.astype(dtype)
-        return is_exact and _jaxpr.name_of(eqn) in (
-            _SENDS if self.rules.in_loop else _MOVES
-        )
+        if fill := eqn.params.get("fill_value"):
+            with np.errstate(over="ignore"):
+                is_exact = fill != fill or np.float64(fill).astype(dtype) == fill
+            return bool(is_exact) and _jaxpr.name_of(eqn) in _MOVES
+        return _jaxpr.name_of(eqn) in (_SENDS if self.rules.in_loop else _MOVES)
 
     def _call(self, eqn: JaxprEqn) -> Step | None:
         """A call is evaluated anew if it holds products, or picks in a loop.
@@ -267,8 +266,9 @@ class Reading:
         """
         if has_products(eqn):
             return None if self.rules.is_exempt(eqn) else Step("call", eqn)
-        has_more = has_picks(eqn) or _reads_half(eqn)
-        return Step("call", eqn) if _jaxpr.name_of(eqn) in _CALLS and has_more else None
+        if _jaxpr.name_of(eqn) in _CALLS and (has_picks(eqn) or _reads_half(eqn)):
+            return Step("call", eqn)
+        return None
 
     def _is_product(self, v: Var) -> bool:
         """Whether a value is the result of a product that becomes half precision."""

@@ -248,15 +248,15 @@ class Reading:
     def _moves(self, eqn: JaxprEqn, dtype: np.dtype) -> bool:
         """Proven is that all entries of the result are entries of the first operand.
 
-        So a stored array may be moved before or after it is cast. What a gather fills
-        in is a number of its dtype, too.
+        So a stored array may be moved before or after it is cast. What a gather of
+        float32 rows fills in is a number of the stored dtype, too.
         """
         if _jaxpr.name_of(eqn) == "broadcast_in_dim":
             return _jaxpr.size(eqn.invars[0]) == _jaxpr.size(eqn.outvars[0])
-        if fill := eqn.params.get("fill_value"):
+        fill = eqn.params.get("fill_value")
+        if fill and fill == fill and is_float32(eqn.outvars[0]):
             with np.errstate(over="ignore"):
-                is_exact = fill != fill or np.float64(fill).astype(dtype) == fill
-            return bool(is_exact) and _jaxpr.name_of(eqn) in _MOVES
+                return float(np.float64(fill).astype(dtype)) == fill
         return _jaxpr.name_of(eqn) in (_SENDS if self.rules.in_loop else _MOVES)
 
     def _call(self, eqn: JaxprEqn) -> Step | None:

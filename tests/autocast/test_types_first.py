@@ -161,7 +161,7 @@ PROGRAMS = {
     "index": (rows_of(lambda t, ids: t[ids]), TABLE, W),
     "rows of rows": (rows_of(lambda t, ids: t[jnp.arange(40)][ids]), TABLE, W),
     "rows of a sum": (
-        rows_of(lambda t, ids: jnp.take(jnp.roll(t, 1, 0) + 1, ids, 0, fill_value=1)),
+        rows_of(lambda t, ids: jnp.take(jnp.roll(t, 1, 0) + 1, ids, 0, fill_value=0.1)),
         TABLE,
         W,
     ),

@@ -196,7 +196,7 @@ def unscaled_once(base: Base) -> Findings:
     clipped = [path for path, row in rows.items() if row.is_flat_below]
     if growing:
         rule, told = "never unscaled", growing
-    elif clipped and not _is_clipped_unscaled(base, clipped):
+    elif clipped and not _is_clipped_unscaled(base, rows, clipped):
         rule, told = "clipped while scaled", clipped
     else:
         rule, told = "unscaled twice", rows
@@ -223,19 +223,25 @@ def _telling(base: Base) -> dict[Path, Row]:
     """Returns the moments, or else the weights, that grow or fall by powers of S.
 
     Moments are sums of gradients. If these grow, Adam's updates hardly do, and seem to
-    fall: so weights are asked only if no moment moves.
+    fall: so weights are asked only if no moment moves, or if none of these changes.
     """
-    changing, moving = base.several_s.changing, base.exact.run.moving
-    moments = base.calls.in_optimizers if moving else changing
-    return {path: row for path, row in changing.items() if path in moments}
+    changing, run = base.several_s.changing, base.exact.run
+    moments = base.calls.in_optimizers if run.moving else changing
+    found = {path: row for path, row in changing.items() if path in moments}
+    # Sums of a window end at 0. A mean for a log has not the form of any moment.
+    forms = {(path[-1], np.shape(run.after[path])) for path in run.moving}
+    alike = [p for p in changing if (p[-1], np.shape(run.after[p])) in forms]
+    return found or {path: changing[path] for path in alike}
 
 
-def _is_clipped_unscaled(base: Base, paths: list[Path]) -> bool:
-    """Whether other weights change nothing in the size of a step at a small S.
+def _is_clipped_unscaled(base: Base, rows: dict[Path, Row], paths: list[Path]) -> bool:
+    """Whether a leaf falls at once, or other weights leave a small S's step its size.
 
     Gradients that are unscaled twice are so large there that the optimizer's own clip
     determines their size.
     """
+    if any(row.falls_at_once for row in rows.values()):
+        return True
     runs = base.several_s.runs
     low, high = min(runs), max(runs)
     small, large = map(base.exact.with_other_weights, (2.0**low, 2.0**high))

@@ -60,6 +60,14 @@ class Row(NamedTuple):
         return 0
 
     @property
+    def falls_at_once(self) -> bool:
+        """Whether entries fall from the smallest S on, where none is large for a clip.
+
+        What depends on such a leaf may be flat there.
+        """
+        return self.is_exact and min(self.counts[:1], default=0) < 0
+
+    @property
     def is_flat_below(self) -> bool:
         """Whether entries that fall are the same at two smaller S.
 

@@ -52,6 +52,7 @@ INNER = {
     "decay": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(1e-2)),
     "plateau": optax.chain(ADAMW, optax.contrib.reduce_on_plateau()),
     "warm-up": optax.adamw(optax.linear_schedule(0.0, 1e-2, 10)),
+    "trace": optax.chain(ADAMW, optax.trace(0.9), optax.scale_by_schedule(jnp.tanh)),
 }
 LOSS_SCALES = {
     "dynamic": jmp_scale.DynamicLossScale(),
@@ -660,7 +661,8 @@ WRONG = {
     },
     "unscaled twice": {
         # Nor do moments of earlier steps, or a weight decay.
-        **cases(step_of, change=unscaled_twice, inner=["decay", "warm-up"]),
+        **cases(step_of, change=unscaled_twice, inner=["decay", "warm-up", "trace"]),
+        **cases(step_of, change=unscaled_twice, inside="MultiSteps", inner="sgd"),
         **cases(step_of, change=[unscaled_twice, one_unscaled_twice]),
         **cases(step_of, gradients=penalty_unscaled),
         **cases(step_of, change=unscaled_twice, ls="static", dtype="bfloat16"),

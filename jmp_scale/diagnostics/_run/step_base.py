@@ -84,9 +84,13 @@ class Base:
         return run if self.run.is_alike(run) else None
 
     @functools.cached_property
+    def following(self) -> Run:
+        return self.window_after(self.run)
+
+    @functools.cached_property
     def later(self) -> "Base":
         """The step that follows: moments and averages are not as they start."""
-        run = self.window_after(self.run)
+        run = self.following
         return dataclasses.replace(self, run=run) if self.run.is_alike(run) else self
 
     @functools.cached_property
@@ -111,8 +115,7 @@ class Base:
             has_float16 = True
         found = exact.at_powers(powers, not has_float16)
         # A clip behind the gradients leaves few S at which they show.
-        is_unclear = found.is_exact and found.differs and not found.changing
-        return exact.at_powers(_MORE_POWERS, True) if is_unclear else found
+        return exact.at_powers(_MORE_POWERS, True) if found.is_unclear else found
 
     def at_powers(self, powers: Iterable[int], is_exact: bool) -> "SeveralS":
         runs = {power: self.at_power(power) for power in powers}
@@ -164,11 +167,18 @@ class SeveralS:
         """Returns the leaves of the state."""
         return self.rows(lambda run: {path: run.after[path] for path in run.floats})
 
-    @property
-    def differs(self) -> bool:
-        """Whether any of these leaves depends on S."""
+    @functools.cached_property
+    def differing(self) -> list[Row]:
+        """Returns the rows of those that depend on S."""
         rows = self.states.values()
-        return any((row.entries != row.entries[:1]).any() for row in rows)
+        return [row for row in rows if (row.entries != row.entries[:1]).any()]
+
+    @property
+    def is_unclear(self) -> bool:
+        """Whether one depends on S by no power, which no cause explains."""
+        rows = self.differing
+        has_cause = any(row.direction > 0 or row.falls_at_once for row in rows)
+        return self.is_exact and not has_cause and not all(r.direction for r in rows)
 
     @functools.cached_property
     def changing(self) -> dict[Path, Row]:

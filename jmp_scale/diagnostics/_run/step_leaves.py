@@ -123,13 +123,13 @@ def matched(
     found: dict[Path, Path] = {}
     for position in carried:
         found |= _carried(position, before, results)
-    chosen = []
-    for form, leaves in _candidates(before, results, whole):
+    equal = defaultdict[object, list[dict[Path, Path]]](list)
+    for key, leaves in _candidates(before, results, whole):
         is_free = found.keys().isdisjoint(leaves)
         if is_free and not set(leaves.values()).intersection(found.values()):
             found |= leaves
-            chosen.append((form, leaves))
-    found |= _in_order(chosen, before, results)
+            equal[key].append(leaves)
+    found |= _in_order(equal.values(), [*before], [*results])
     left = {path: x for path, x in before.items() if path not in found}
     memories = dict(_beside(left, results, found))
     # A model of pairs may return other pairs in the place of its batch.
@@ -154,10 +154,11 @@ def _carried(position: int, before: Named, results: Named) -> dict[Path, Path]:
 
 def _candidates(
     before: Named, results: Named, whole: Sequence[Path]
-) -> list[tuple[Form, dict[Path, Path]]]:
+) -> list[tuple[object, dict[Path, Path]]]:
     """Returns the pairs of parts with equal names and shapes, the best first.
 
-    The largest, then the nearest: parameters have the form of their moments.
+    The largest, then the nearest: parameters have the form of their moments. Equal
+    parts have one key.
     """
     places: dict[Form, list[Path]] = defaultdict(list)
     for place, form in subtrees(results).items():
@@ -169,26 +170,23 @@ def _candidates(
                 leaves = _pairs(path, place, form)
                 gaps = (difference(before[p], results[q]) for p, q in leaves.items())
                 gap = float(np.nansum(np.abs(np.concatenate([*gaps]))))
-                candidates.append((-len(form), len(path), gap, form, leaves))
+                key = form, *(sampled(host(before[p])).tobytes() for p in leaves)
+                candidates.append((-len(form), len(path), gap, key, leaves))
     return [each[3:] for each in sorted(candidates, key=lambda each: each[:3])]
 
 
 def _in_order(
-    chosen: list[tuple[Form, dict[Path, Path]]], before: Named, results: Named
+    parts: Iterable[list[dict[Path, Path]]], before: list[Path], results: list[Path]
 ) -> dict[Path, Path]:
     """Gives equal parts their places in order: none is nearer to one of these.
 
     States of optimizers start equal, and an average as a copy of the parameters.
     """
-    equal = defaultdict[object, list[dict[Path, Path]]](list)
-    for form, leaves in chosen:
-        entries = (sampled(host(before[path])).tobytes() for path in leaves)
-        equal[form, *entries].append(leaves)
-    found, goes_in, comes_back = {}, [*before], [*results]
-    for twins in equal.values():
-        paths = sorted(map(list, twins), key=lambda part: goes_in.index(part[0]))
+    found = {}
+    for twins in parts:
+        paths = sorted(map(list, twins), key=lambda part: before.index(part[0]))
         places = [[*leaves.values()] for leaves in twins]
-        places.sort(key=lambda part: comes_back.index(part[0]))
+        places.sort(key=lambda part: results.index(part[0]))
         found |= zip(itertools.chain(*paths), itertools.chain(*places), strict=True)
     return found
 

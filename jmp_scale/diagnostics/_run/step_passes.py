@@ -18,15 +18,7 @@ from ..._types import PyTree
 from .._findings import Finding
 from .step_base import NOISE, Base, is_other
 from .step_calls import Run
-from .step_leaves import (
-    Named,
-    Path,
-    copies_of,
-    has_moved,
-    host,
-    is_below,
-    seem_to_come_back,
-)
+from .step_leaves import Named, Path, copies_of, has_moved, host, seem_to_come_back
 from .step_powers import Row, count_of_power
 
 _GROWS = 2**30  # a counter at which S grows, whatever its period
@@ -111,7 +103,8 @@ def _may_wait(run: Run, own: Path) -> bool:
     A bare counter is none of the state that is seen to come back.
     """
     moved = {*filter(run.moved, run.after)}
-    if any(is_below(path, [own]) for path in moved) or moved.issuperset(run.weights):
+    has_own = any(path[: len(own)] == own for path in moved)
+    if has_own or moved.issuperset(run.weights):
         return False
     counts = {path for path, x in run.before.items() if _is_count(x)}
     has_bare = any(map(_is_count, run.results.values()))
@@ -207,11 +200,9 @@ def unscaled_by_the_same_s(base: Base) -> Findings:
     """Checks that no leaf grows with the S of one of several optimizers alone."""
     old, rows = base.exact.run, base.several_s
     # What all S change at once is told by its power, and what rounding changes by none.
-    is_asked = len(base.calls.scales) > 1 and rows.is_exact and not rows.differs
+    is_asked = len(base.calls.scales) > 1 and rows.is_exact and not rows.differing
     for scale in base.calls.scales if is_asked else ():
-        run = base.exact.call("one S", base.calls.at(2.0**10 * base.s, [scale]))
-        if run is None:
-            continue
+        run = base.exact.call("one S", base.calls.at(2.0**10 * base.s, [scale])) or old
         for path in filter(rows.states.get, old.learning):
             usual, new = old.change(path).step, run.change(path).step
             grows = np.linalg.norm(new) > np.linalg.norm(usual)
@@ -230,8 +221,8 @@ def _telling(base: Base) -> dict[Path, Row]:
     found = {path: row for path, row in changing.items() if path in moments}
     # Sums of a window end at 0. A mean for a log has not the form of any moment.
     forms = {(path[-1], np.shape(run.after[path])) for path in run.moving}
-    alike = [p for p in changing if (p[-1], np.shape(run.after[p])) in forms]
-    return found or {path: changing[path] for path in alike}
+    form = {path: (path[-1], np.shape(run.after[path])) for path in changing}
+    return found or {p: row for p, row in changing.items() if form[p] in forms}
 
 
 def _is_clipped_unscaled(base: Base, rows: dict[Path, Row], paths: list[Path]) -> bool:
@@ -383,29 +374,18 @@ def _left_finite(base: Base, run: Run) -> Iterator[Finding]:
     If it skips them, even a scalar is the cause, which else is for a log.
     """
     last = base.window_after(run) if run.lost else run
-    left = [path for path in run.lost if _not_finite(last, path).any()]
+    left = [path for path in run.lost if not np.isfinite(host(last.after[path])).all()]
     arrays = [path for path in left if run.changes[path].ndim]
     if last.is_applied:
-        left = arrays = _staying(base, run, last, arrays)
+        left = arrays = [*filter(lambda path: _stays(base, run, last, path), arrays)]
     yield from base.found("NaN stays", arrays or left)
 
 
-def _staying(base: Base, run: Run, last: Run, paths: list[Path]) -> list[Path]:
-    """Returns the leaves in which entries stay infinite or NaN that usual steps change.
-
-    A record keeps its old entries.
-    """
-    usual = base.window_after(base.run) if paths else last
-
-    def stays(path: Path) -> bool:
-        moved = host(base.run.after[path]) != host(usual.after[path])
-        return (_not_finite(run, path) & _not_finite(last, path) & moved).any()
-
-    return [*filter(stays, paths)]
-
-
-def _not_finite(run: Run, path: Path) -> np.ndarray:
-    return ~np.isfinite(host(run.after[path]))
+def _stays(base: Base, run: Run, last: Run, path: Path) -> bool:
+    """Whether entries stay that usual steps change: a record keeps its old ones."""
+    is_kept = host(base.run.after[path]) == host(base.following.after[path])
+    is_finite = [np.isfinite(host(each.after[path])) for each in (run, last)]
+    return not np.all(is_kept | is_finite[0] | is_finite[1])
 
 
 def _left_unchanged(base: Base, run: Run, again: Run | None = None) -> Findings:

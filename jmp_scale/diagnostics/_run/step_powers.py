@@ -61,10 +61,7 @@ class Row(NamedTuple):
 
     @property
     def falls_at_once(self) -> bool:
-        """Whether entries fall from the smallest S on, where none is large for a clip.
-
-        What depends on such a leaf may be flat there.
-        """
+        """Whether entries fall from the smallest S on, where no clip is reached."""
         return self.is_exact and min(self.counts[:1], default=0) < 0
 
     @property

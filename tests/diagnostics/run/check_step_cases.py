@@ -148,6 +148,10 @@ def one_unscaled_twice(grads, ls, params):
     return {**grads, "w1": ls.unscale(grads["w1"])}
 
 
+def one_left_scaled(grads, ls, params):
+    return {**grads, "w2": ls.scale(grads["w2"])}
+
+
 def clipped(grads, ls, params):
     return jax.tree.map(lambda g: jnp.clip(jnp.nan_to_num(g), -1, 1), grads)
 
@@ -653,6 +657,7 @@ def cases(maker, **settings):
 WRONG = {
     "never unscaled": {
         **cases(step_of, gradients=never_unscaled),
+        **cases(step_of, change=one_left_scaled, inner="clip"),
         **cases(step_of, change=others_added_scaled),
         **cases(gan, mistake="unscaled by the first"),
         # A clip does not hide that S changes a step.

@@ -89,12 +89,12 @@ def trained(step, args, count):
     ("rule", "name"),
     by_name(
         [("never unscaled", "step_of, never_unscaled, clip, 1000.0")],
-        WRONG_STEPS[:3],
+        WRONG_STEPS[:4],
     ),
 )
 def test_a_mistake_is_named_in_a_step_that_has_trained(rule, name):
     step, args = WRONG[rule][name]()
-    found = check_step(step, *trained(step, args, 5))
+    found = check_step(step, *trained(step, args, 10))
     assert CAUSES.intersection(f.rule for f in found.findings) == {rule}, str(found)
 
 

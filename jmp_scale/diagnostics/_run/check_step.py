@@ -60,7 +60,7 @@ def check_step(
     infinite gradients        the step is skipped, on all devices
     S = inf                   its own optimizer is skipped, and each leaf stays
     a spike, with a guard     each leaf stays
-    a NaN in the batch        no leaf stays NaN
+    a NaN in the batch        the next step is applied, and no leaf stays NaN
     ```
 
     The step is called some 20 times with copies of the arguments, which it may donate;

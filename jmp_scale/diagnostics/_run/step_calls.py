@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeGuard
 
@@ -155,6 +156,8 @@ class Calls:
     ) -> None:
         self._step, self._keywords, self._carried = step, [*kwargs], carried
         self.labels = [*map("args[{}]".format, range(len(args))), *kwargs]
+        names = _names(step)[: len(args)]
+        self._names = [*names, *self.labels[len(names) :]]
         args = [*args, *kwargs.values()]  # a tuple of states would look like a chain
         optimizers = find_nodes(_is_of_optimizer, args)
         leaves = jax.tree.leaves(args, is_leaf=_is_scale)
@@ -290,12 +293,21 @@ class Calls:
         if self._places is None:
             plain = {path: x for path, x in before.items() if path not in after}
             given = plain, results, self.states + self.scales, self._carried
-            self._places = step_leaves.matched(*given)
+            self._places = step_leaves.matched(*given, self._names)
         for path, place in self._places.items():
             if place in results:
                 after[path] = results.pop(place)
         alike = {p: x for p, x in after.items() if np.shape(x) == np.shape(before[p])}
         return alike, results
+
+
+def _names(step: Function) -> list[str]:
+    """Returns the names of the parameters by position, `*args` left out."""
+    try:
+        parameters = inspect.signature(step).parameters.values()
+        return [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
+    except ValueError:  # a function of C
+        return []
 
 
 def _is_scale(x: PyTree) -> bool:

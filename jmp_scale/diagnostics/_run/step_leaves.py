@@ -114,13 +114,18 @@ def copies_of(leaf: jax.Array) -> list[np.ndarray]:
 
 
 def matched(
-    before: Named, results: Named, whole: Sequence[Path], carried: Sequence[int]
+    before: Named,
+    results: Named,
+    whole: Sequence[Path],
+    carried: Sequence[int],
+    names: Sequence[str],
 ) -> dict[Path, Path]:
     """Returns the path of the result that is the next value of each argument's leaf.
 
-    A part of a node of `whole` matches only with that node.
+    A part of a node of `whole` matches only with that node, and an argument of one of
+    `names` first of all with a result of that name.
     """
-    found: dict[Path, Path] = {}
+    found = dict(_by_name(names, subtrees(before), subtrees(results)))
     for position in carried:
         found |= _carried(position, before, results)
     equal = defaultdict[object, list[dict[Path, Path]]](list)
@@ -150,6 +155,16 @@ def _carried(position: int, before: Named, results: Named) -> dict[Path, Path]:
             f"back among the results, got {position}"
         )
     return _pairs(start, place, form)
+
+
+def _by_name(
+    names: Sequence[str], goes_in: Mapping[Path, Form], comes_back: Mapping[Path, Form]
+) -> Iterator[tuple[Path, Path]]:
+    for position, name in enumerate(names):
+        path, place = (str(position),), (name,)
+        form = goes_in.get(path, ())
+        if comes_back.get(place) == form and _may_match(path, place, form):
+            yield from _pairs(path, place, form).items()
 
 
 def _candidates(

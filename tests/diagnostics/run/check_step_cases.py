@@ -299,7 +299,7 @@ def average(
     return step, (state, X)
 
 
-def copies(mistake=None):
+def copies(mistake=None, form=tuple):
     """An average that starts as a copy, and a target that is copied now and then."""
 
     @jax.jit
@@ -309,9 +309,13 @@ def copies(mistake=None):
         ema = new if mistake else jmp_scale.select_tree(opt.applied, new, ema)
         is_due = opt.applied & (opt.loss_scale.counter % 10 == 0)
         target = jmp_scale.select_tree(is_due, params, target)
-        return target, opt, ema, params, loss
+        return form((target, opt, ema, params, loss))
 
     return step, (PARAMS, TX.init(PARAMS), PARAMS, PARAMS, X)
+
+
+def by_its_name(results):
+    return dict(zip(("target", "opt", "ema", "params", "loss"), results, strict=True))
 
 
 def equal_parts():
@@ -757,6 +761,7 @@ RIGHT = {
     **cases(no_loss_scale),
     **cases(in_another_order),
     **cases(equal_parts),
+    **cases(copies, form=by_its_name),
     **cases(records),
     **cases(now_and_then, calls=[0, 4]),
     **cases(pairs),

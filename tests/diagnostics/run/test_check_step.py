@@ -53,7 +53,13 @@ def test_a_mistake_is_named_with_its_cure(rule, name):
         assert CAUSES.intersection(problems) == CAUSES & {rule}
 
 
-QUICK = ["average, True", "copies", "equal_parts", "records", "now_and_then, 0"]
+QUICK = [
+    "average, True",
+    "copies, by_its_name",
+    "equal_parts",
+    "records",
+    "now_and_then, 0",
+]
 
 
 @pytest.mark.parametrize("name", by_name(QUICK, RIGHT))

@@ -61,8 +61,9 @@ def _scan3(eqn: JaxprEqn, operands: Arrays, body: Body) -> Arrays:
         return None, function(*(next(turn) if each else x for x, each in pairs))
 
     scanned = [x for x, each in pairs if each]
-    options = {name: params[name] for name in ("length", "reverse", "unroll")}
-    _, ys = lax.scan(step, None, scanned, **options)
+    options = {name: params[name] for name in ("reverse", "unroll")}
+    length = None if scanned else params["length"]  # it may be symbolic
+    _, ys = lax.scan(step, None, scanned, length, **options)
     return ys
 
 

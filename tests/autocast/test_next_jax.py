@@ -9,7 +9,7 @@ import pytest
 from autocast_checks import BF16, assert_norm_close
 from autocast_programs import W, X, arrays, mean_square, products
 from helpers import slow
-from jax import lax
+from jax import export, lax
 
 from jmp_scale import autocast
 
@@ -55,6 +55,15 @@ def test_products_in_scans_are_half_precision(name, stored):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         if x.dtype == jnp.float32:
             assert jnp.linalg.norm(x - y) <= 0.05 * jnp.linalg.norm(y)
+
+
+def test_a_scan_of_symbolic_length_is_that_of_each_length():
+    def fun(w, x):
+        return lax.scan(lambda h, row: (jnp.tanh(h @ w) + row, h), x[0], x)[1]
+
+    half = jax.jit(autocast(fun, "bfloat16"))
+    rows = jax.ShapeDtypeStruct((*export.symbolic_shape("n"), X.shape[1]), X.dtype)
+    assert_norm_close(export.export(half)(W, rows).call(W, X), fun(W, X), 0.02)
 
 
 def assert_half_products(fun):

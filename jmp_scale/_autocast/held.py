@@ -47,7 +47,7 @@ class Held:
         self._on_way = {*map(id, way)}
 
     def restore(self) -> None:
-        """Takes back what a call of the copy wrote into what is not copied."""
+        """Takes back what a call wrote, so that the next one begins alike."""
         for x, items in self._before:
             if not _are_same(items, _items(x)):
                 _fill(x, items)

@@ -55,12 +55,13 @@ def trace(fun: Callable[..., Any], args: PyTree, kwargs: PyTree) -> Traced:
     """
     held = Held(fun)
     call = _Call(fun, args, kwargs)
-    calls, wide = [_Call(fun, args, kwargs, held), call], None
-    for each in calls if held.arrays else [call]:
+    copies = [_Call(fun, args, kwargs, held)] if held.arrays else []
+    wide = None
+    for each in (*copies, call):
         if wide is None and any(map(is_half_array, each.arrays)):
             with contextlib.suppress(Exception):
                 found = each.traced(map(_in_float32, each.arrays))
-                is_lost = each is not call and _loses_arrays(found.program)
+                is_lost = each in copies and _loses_arrays(found.program)
                 wide = None if is_lost else found
             held.restore()
     try:

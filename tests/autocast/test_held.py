@@ -25,6 +25,7 @@ from jax.experimental import sparse
 import jmp_scale.linen
 import jmp_scale.nnx
 from jmp_scale import autocast, diagnostics, in_half, keep_float32
+from jmp_scale._autocast.types_first import trace
 
 W, X = arrays((4, 4), (4, 4))
 n32 = functools.partial(jnp.asarray, dtype=jnp.float32)
@@ -481,7 +482,7 @@ def test_a_rule_of_a_dtype_is_that_of_the_dtype_as_given():
     np.testing.assert_array_equal(found, wanted)
 
 
-LARGE = np.linspace(0, 1, 2**19).reshape(-1, 4)
+LARGE = np.linspace(0, 1, 2**19, dtype="float32").reshape(-1, 4)
 SAME_PROGRAM = {
     "limit": lambda w: jnp.where(w > 0, w, jnp.finfo(w.dtype).min / 2).max(),
     "mask": lambda w: jax.nn.softmax(jnp.where(w > 0, w, -1e9)) @ w,
@@ -509,6 +510,8 @@ def test_roundings_and_limits_of_a_dtype_leave_it_one_program(name, dtype):
     text = str(jax.make_jaxpr(half)(W.astype(dtype)))
     assert jnp.dtype("float32") in TRACED
     assert "= convert_element_type[new_dtype=float32" in text
+    # The program as given may do both, too.
+    assert trace(fun, (W.astype(dtype),), {}).program.in_avals[0].dtype == jnp.float32
 
 
 @pytest.mark.filterwarnings("ignore:autocast")

@@ -4,13 +4,14 @@ import ast
 import fnmatch
 import functools
 import graphlib
+import importlib.util
 import pathlib
 import re
 import subprocess
 import sys
-from typing import NamedTuple
 
 import pytest
+from helpers import slow
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "jmp_scale"
 FLAX = {"_flax", "linen", "nnx"}
@@ -46,36 +47,25 @@ TESTED_BY = {
 }
 
 
-def modules():
-    """Path of each module's source, by dotted name below the package."""
-    found = {}
-    for path in PACKAGE.rglob("*.py"):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        found[".".join(parts).removesuffix(".__init__")] = path
-    return found
+def dotted(path):
+    """The name below the package of what a path leads to."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
 
 
-MODULES = modules()
-
-
-class Floor(NamedTuple):
-    """A row of the table in CONTRIBUTING.md."""
-
-    name: str
-    patterns: list[str]
-    may_import: set[str]
+MODULES = {dotted(path): path for path in PACKAGE.rglob("*.py")}
+SOURCES = {name: path.read_text() for name, path in MODULES.items()}
+# Rows of the table in CONTRIBUTING.md: name, modules, what for, floors below.
+ROW = re.compile(r"^\| ([\w ]+) \| (`.+`) \| .+ \| (.*)\|$", re.MULTILINE)
 
 
 def floors():
-    """The floors of CONTRIBUTING.md, the lowest first."""
-    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
-    rows = re.findall(r"^\| ([\w ]+) \| (`.+`) \| .+ \| (.*)\|$", text, re.MULTILINE)
-    found = []
-    for name, modules, below in rows:
+    """By name, the lowest first: patterns of modules, and floors they may import."""
+    text, found = (PACKAGE.parent / "CONTRIBUTING.md").read_text(), {}
+    for name, patterns, below in ROW.findall(text):
         allowed = {floor.strip() for floor in below.split(",")} - {""}
-        if allowed == {"all above"}:
-            allowed = {floor.name for floor in found}
-        found.append(Floor(name, re.findall(r"`(.+?)`", modules), allowed))
+        allowed = {*found} if allowed == {"all above"} else allowed
+        found[name] = re.findall(r"`(.+?)`", patterns), allowed
     return found
 
 
@@ -85,31 +75,28 @@ FLOORS = floors()
 def floor_of(module):
     """The only floor with a pattern that a module fits."""
     fits = functools.partial(fnmatch.fnmatchcase, module)
-    matching = [floor for floor in FLOORS if any(map(fits, floor.patterns))]
-    names = [floor.name for floor in matching]
-    assert len(matching) == 1, f"{module}: floors of CONTRIBUTING.md are {names}"
-    return matching[0]
+    names = [name for name, (patterns, _) in FLOORS.items() if any(map(fits, patterns))]
+    assert len(names) == 1, f"{module}: floors of CONTRIBUTING.md are {names}"
+    return names[0]
 
 
 @functools.cache
 def imports(name):
     """(own modules, other packages) that a module imports, also for types alone."""
     own, external = set(), set()
-    path = MODULES[name]
-    package = name.split(".") if path.stem == "__init__" else name.split(".")[:-1]
-    package = [] if name == "__init__" else package
-    for node in ast.walk(ast.parse(path.read_text())):
+    package = ".".join(("jmp_scale", *MODULES[name].relative_to(PACKAGE).parent.parts))
+    for node in ast.walk(ast.parse(SOURCES[name])):
         if isinstance(node, ast.Import):
             external |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            external.add((node.module or "").split(".")[0])
+            external.add(node.module.split(".")[0])
         elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - (node.level - 1)]
-            base += node.module.split(".") if node.module else []
+            relative = "." * node.level + (node.module or "")
+            base = importlib.util.resolve_name(relative, package)
             for alias in node.names:
-                whole = ".".join(base) or "__init__"
-                candidates = [".".join([*base, alias.name]), whole]
-                own |= {next(c for c in candidates if c in MODULES)}
+                names = (f"{base}.{alias.name}", base, f"{base}.__init__")
+                below = [each.removeprefix("jmp_scale.") for each in names]
+                own.add(next(each for each in below if each in MODULES))
     return own, external
 
 
@@ -120,25 +107,24 @@ def test_imports_have_no_cycles():
 
 
 def test_every_floor_has_modules_and_may_import_from_lower_ones_only():
-    names = [floor.name for floor in FLOORS]
-    assert len(names) > 8
-    for i, floor in enumerate(FLOORS):
-        assert floor.may_import <= {*names[:i]}, floor.name
-        for pattern in floor.patterns:
-            assert fnmatch.filter(MODULES, pattern), pattern
+    assert len(FLOORS) > 8
+    lower = set()
+    for name, (patterns, may_import) in FLOORS.items():
+        assert may_import <= lower, name
+        assert all(fnmatch.filter(MODULES, pattern) for pattern in patterns), name
+        lower.add(name)
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_a_module_imports_from_its_floor_and_from_those_that_the_map_names(module):
     floor = floor_of(module)
-    others = {floor_of(other).name for other in imports(module)[0]}
-    assert others <= floor.may_import | {floor.name}
+    others = {floor_of(other) for other in imports(module)[0]}
+    assert others <= FLOORS[floor][1] | {floor}
 
 
 def test_only_the_floor_of_programs_asks_for_the_name_of_a_primitive():
     """Because some equations call an object that stands for the primitive."""
-    sources = {name: path.read_text() for name, path in MODULES.items()}
-    asks = {name for name, text in sources.items() if "primitive.name" in text}
+    asks = {name for name, text in SOURCES.items() if "primitive.name" in text}
     assert asks == {"_jaxpr"}
 
 
@@ -168,13 +154,14 @@ def test_nothing_else_is_imported():
 
 MADE = "import jmp_scale as jmp; made = jmp.DynamicLossScale(8.0)"
 FLAX_FIRST = f"import flax.serialization; {MADE}"
-FLAX_LAST = f"{MADE}; print(*sys.modules); import flax.serialization"
-ORDERS = [pytest.param(FLAX_FIRST, marks=pytest.mark.slow), FLAX_LAST]
+FLAX_LAST = f"""{MADE}
+optional = {{"flax", "matplotlib", "equinox", "haiku", "sklearn", "tqdm"}}
+assert not optional & set(sys.modules), "imported by jmp_scale"
+import flax.serialization"""
 
 
-@functools.cache
-def lines_of_a_process(imports):
-    """What a process prints that saves and restores loss scales with Flax."""
+@pytest.mark.parametrize("imports", [slow(FLAX_FIRST), FLAX_LAST])
+def test_flax_serialization_knows_loss_scales_also_without_our_flax_modules(imports):
     code = f"""
 import sys
 {imports}
@@ -188,32 +175,17 @@ data = flax.serialization.to_bytes(states)
 states["dynamic"] = jmp.DynamicLossScale(2.0, period=5)
 restored = flax.serialization.from_bytes(states, data)
 assert not {{"jmp_scale.linen", "jmp_scale.nnx", "jmp_scale._flax"}} & set(sys.modules)
-print(restored["dynamic"].loss_scale, restored["dynamic"].period, restored["static"])
+assert (restored["dynamic"].loss_scale, restored["dynamic"].period) == (8, 5)
+assert str(restored["static"]) == "StaticLossScale(loss_scale=4.0)"
 """
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
-    )
-    return [line.split() for line in run.stdout.splitlines()]
-
-
-@pytest.mark.parametrize("imports", ORDERS)
-def test_flax_serialization_knows_loss_scales_also_without_our_flax_modules(imports):
-    *_, restored = lines_of_a_process(imports)
-    assert restored == ["8.0", "5", "StaticLossScale(loss_scale=4.0)"]
-
-
-def test_importing_the_package_imports_neither_flax_nor_matplotlib():
-    loaded = set(lines_of_a_process(FLAX_LAST)[0])
-    assert "jmp_scale" in loaded
-    assert not loaded & {"flax", "matplotlib", "equinox", "haiku", "sklearn", "tqdm"}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_every_test_that_a_comment_names_exists():
     files = list(pathlib.Path(__file__).parent.rglob("test_*.py"))
     text = "".join(path.read_text() for path in files)
     existing = {*re.findall(r"^def (test_\w+)", text, re.M), *(p.stem for p in files)}
-    sources = "".join(path.read_text() for path in MODULES.values())
-    named = re.findall(r"\b(test_\w+)(\.\.\.)?", sources)
+    named = re.findall(r"\b(test_\w+)(\.\.\.)?", "".join(SOURCES.values()))
     assert named
     for name, cut in named:
         assert any(e.startswith(name) if cut else e == name for e in existing), name

@@ -22,39 +22,26 @@ Examples:
   2048.0
 """
 
+import types
 from typing import Any
 
 from ._scaling.loss_scale import DynamicLossScale
-from ._validation import LARGEST, SMALLEST
-
-__all__ = [
-    "pytorch",
-    "apex",
-    "deepspeed",
-    "megatron",
-    "colossalai",
-    "fairseq",
-    "cerebras",
-    "keras",
-    "tf_keras",
-    "tensorflow",
-    "paddle",
-    "mindspore",
-    "flax",
-    "jmp",
-    "mpx",
-]
+from ._validation import LARGEST, SMALLEST, Arguments
 
 
 def _within(
-    initial: float | None, low: float | None, high: float | None, **rule: Any
+    initial: float | None,
+    low: float | None = None,
+    high: float | None = None,
+    **rule: Any,
 ) -> DynamicLossScale:
     """Returns a loss scale between bounds, of which None is an end of the range."""
     low = SMALLEST if low is None else low
     high = LARGEST if high is None else high
     initial = high if initial is None else initial
-    if rule.get("at_max") == "clamp":
-        initial = min(initial, high)  # at the start too
+    if rule.get("at_max") == "clamp":  # at the start too
+        number = Arguments("DynamicLossScale").number
+        initial = min(number("loss_scale", initial), number("max_loss_scale", high))
     return DynamicLossScale(initial, min_loss_scale=low, max_loss_scale=high, **rule)
 
 
@@ -69,7 +56,7 @@ def pytorch(
     With several optimizers, adjust one loss scale by the flags of all.
     """
     rule = {"factor": growth_factor, "backoff_factor": backoff_factor}
-    return _within(init_scale, None, None, period=growth_interval, **rule)
+    return _within(init_scale, period=growth_interval, **rule)
 
 
 def apex(
@@ -103,10 +90,12 @@ def deepspeed(
     DeepSpeed raises an error. `FP16_Optimizer` and `FP16_UnfusedOptimizer` ignore
     hysteresis: pass 1.
     """
+    arguments, name = Arguments("deepspeed"), "initial_scale_power"
+    power = arguments.number(name, initial_scale_power)
+    arguments.require(abs(power) <= 126, name, power, "a number in [-126, 126]")
     return _within(
-        2.0**initial_scale_power,
+        2.0**power,
         min_loss_scale,
-        None,
         period=loss_scale_window,
         growth_delay=1,
         hysteresis=hysteresis,
@@ -131,7 +120,7 @@ def megatron(
     """
     rule = {"factor": growth_factor, "backoff_factor": backoff_factor}
     rule |= {"period": growth_interval, "hysteresis": hysteresis}
-    return _within(initial_scale, min_scale, None, **rule)
+    return _within(initial_scale, min_scale, **rule)
 
 
 def colossalai(
@@ -165,7 +154,7 @@ def fairseq(
     fairseq raises an error; here S continues to the floor.
     """
     rule = {"factor": scale_factor, "period": scale_window}
-    return _within(init_scale, threshold, None, **rule)
+    return _within(init_scale, threshold, **rule)
 
 
 def cerebras(
@@ -190,7 +179,7 @@ def keras(
     dynamic_growth_steps: int = 2000,
 ) -> DynamicLossScale:
     """Returns the loss scale of Keras 3's `LossScaleOptimizer` (3.15)."""
-    return _within(initial_scale, None, None, period=dynamic_growth_steps)
+    return _within(initial_scale, period=dynamic_growth_steps)
 
 
 def tf_keras(
@@ -201,7 +190,7 @@ def tf_keras(
 
     It has a floor of 1.
     """
-    return _within(initial_scale, 1.0, None, period=dynamic_growth_steps)
+    return _within(initial_scale, 1.0, period=dynamic_growth_steps)
 
 
 def tensorflow(
@@ -214,7 +203,7 @@ def tensorflow(
     It has a floor of 1.
     """
     rule = {"period": increment_period, "factor": multiplier}
-    return _within(initial_loss_scale, 1.0, None, **rule)
+    return _within(initial_loss_scale, 1.0, **rule)
 
 
 def paddle(
@@ -232,8 +221,6 @@ def paddle(
     """
     return _within(
         init_loss_scaling,
-        None,
-        None,
         factor=incr_ratio,
         backoff_factor=decr_ratio,
         period=incr_every_n_steps,
@@ -251,7 +238,7 @@ def mindspore(
     1000 overflows in a row) and `DynamicLossScaleUpdateCell`.
     """
     rule = {"factor": scale_factor, "period": scale_window}
-    return _within(scale_value, 1.0, None, **rule)
+    return _within(scale_value, 1.0, **rule)
 
 
 def flax(
@@ -267,7 +254,7 @@ def flax(
     282,141 steps to return to 2^15: raise `minimum_scale`, or pass `value=`.
     """
     rule = {"factor": growth_factor, "backoff_factor": backoff_factor}
-    return _within(scale, minimum_scale, None, period=growth_interval + 1, **rule)
+    return _within(scale, minimum_scale, period=growth_interval + 1, **rule)
 
 
 def jmp(
@@ -277,7 +264,7 @@ def jmp(
 
     Under `jit` jmp forgets `min_loss_scale` and uses 1.
     """
-    return _within(loss_scale, min_loss_scale, None, period=period, factor=factor)
+    return _within(loss_scale, min_loss_scale, period=period, factor=factor)
 
 
 def mpx(
@@ -297,4 +284,5 @@ def mpx(
 
 
 def __dir__() -> list[str]:
-    return __all__
+    functions = [x for x in globals().values() if isinstance(x, types.FunctionType)]
+    return [f.__name__ for f in functions if not f.__name__.startswith("_")]

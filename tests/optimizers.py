@@ -2,16 +2,13 @@
 
 import contextlib
 import inspect
+import re
 import warnings
 
 import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
-from flax import nnx
-
-import jmp_scale.linen
-import jmp_scale.nnx
 
 
 @jax.jit  # compiles faster than each operation
@@ -75,18 +72,20 @@ def every_optimizer():
     """Every optimizer that a learning rate suffices for, and the special ones."""
     found = {}
     for name, make in sorted({**vars(optax), **vars(optax.contrib)}.items()):
-        if name.startswith("_") or not inspect.isfunction(make):
-            continue
-        if "learning_rate" in inspect.signature(make).parameters:
-            with warnings.catch_warnings():
+        is_public = inspect.isfunction(make) and not name.startswith("_")
+        if is_public and "learning_rate" in inspect.signature(make).parameters:
+            # Those that need more are special, or not for whole batches.
+            with warnings.catch_warnings(), contextlib.suppress(TypeError):
                 warnings.simplefilter("ignore")
-                # Those that need more are special, or not for whole batches.
-                with contextlib.suppress(TypeError):
-                    found[name] = make(learning_rate=0.1)
+                found[name] = make(learning_rate=0.1)
     return found | SPECIAL
 
 
 OPTIMIZERS = every_optimizer()
+
+
+def half(tree, dtype=jnp.bfloat16):
+    return jax.tree.map(lambda x: jnp.array(x, dtype), tree)
 
 
 def value_fn(params):
@@ -103,38 +102,15 @@ def stepper(tx, seen=lambda params, state: params):
     def step(params, state, grads):
         value = value_fn(seen(params, state))
         extra = {"value": value, "grad": grads, "value_fn": value_fn}
-        for more in ({}, {"obj_fn": value_fn}):
+        # Sophia asks for a function, which others refuse; some refuse all of them.
+        for given in (extra, extra | {"obj_fn": value_fn}, {}):
             try:
-                updates, state = tx.update(grads, state, params, **extra, **more)
-                break
-            except ValueError as error:  # Sophia asks for a function, others refuse it
-                if "obj_fn must be provided" not in str(error):
+                updates, state = tx.update(grads, state, params, **given)
+            except (TypeError, ValueError) as error:
+                if not re.search("obj_fn must be|unexpected keyword", str(error)):
                     raise
-            except TypeError as error:
-                if "unexpected keyword" not in str(error):
-                    raise
-                updates, state = tx.update(grads, state, params)
-                break
-        return optax.apply_updates(params, updates), state
+            else:
+                return optax.apply_updates(params, updates), state
+        raise AssertionError("no extra arguments suit the optimizer")
 
     return step
-
-
-def linen(params, tx, make=jmp_scale.linen.TrainState):
-    """Parameters and optimizer state of a Linen model after some steps."""
-    state = make.create(apply_fn=None, params=params, tx=tx)
-    step = jax.jit(lambda state, g: state.apply_gradients(grads=g))
-    for grads in STEPS:
-        state = step(state, grads)
-    return state.params, state.opt_state
-
-
-def of_nnx(params, tx, make=jmp_scale.nnx.Optimizer):
-    """The same of an NNX model."""
-    model = nnx.Dict({name: nnx.Param(x) for name, x in params.items()})
-    made = make(model, tx, wrt=nnx.Param)
-    update = nnx.jit(lambda model, made, grads: made.update(model, grads))
-    for grads in STEPS:
-        grads = nnx.State({name: nnx.Param(g) for name, g in grads.items()})
-        update(model, made, grads)
-    return nnx.state(model, nnx.Param), nnx.state(made)

@@ -57,8 +57,12 @@ DROPOUT, DENSE = equinox.nn.Dropout(), linen.Dense(3)
 NETWORK = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
 STATE = TX.init(PARAMS)
 JMP = jmp.DynamicLossScale(X[0, 0])
-HALF_STATE = jmp_scale.with_half_storage(SGD).init(PARAMS.astype(jnp.bfloat16))
-
+BF16 = {"w": PARAMS.astype(jnp.bfloat16)}
+EXACT = jmp_scale.with_half_storage(ADAM)  # with remainders
+ADAMS = {"averages": ("mu", "nu"), "key": KEY}
+AVERAGED = jmp_scale.with_half_storage(ADAM, **ADAMS)
+DRAWN = jmp_scale.with_half_storage(ADAM, remainders=False, key=KEY)
+EXACT_STATE = EXACT.init(BF16)
 
 # An optimizer whose sum becomes an array in the first update.
 SUM = optimizer({"sum": jnp.zeros(())}, lambda g, state: (g, {"sum": state["sum"] + g}))
@@ -197,15 +201,11 @@ GROWING.update(PARAMS, GROWING.init(PARAMS), PARAMS)
     ^with_loss_scale: .*types of its state, got inner_state\['sum'\] as .*\[2\]
 with_loss_scale(SGD, guard=SpikeGuard)
     guard to be a SpikeGuard, got .*write guard=jmp_scale.SpikeGuard\(
-with_loss_scale(SGD, guard=True)
-    guard to be a SpikeGuard, got .*write guard=jmp_scale.SpikeGuard\(
 with_loss_scale(SGD, guard=6.0)
     guard to be a SpikeGuard, got .*write guard=jmp_scale.SpikeGuard\(
 with_half_storage(ADAM, averages="mu", key=KEY)
     averages to be a tuple of names, got .*write averages=\("mu", "nu"\)
 with_half_storage(ADAM, averages=True, key=KEY)
-    averages to be a tuple of names, got .*write averages=\("mu", "nu"\)
-with_half_storage(ADAM, averages=None, key=KEY)
     averages to be a tuple of names, got .*write averages=\("mu", "nu"\)
 with_half_storage(ADAM, averages=("mu",), key=0)
     expected one PRNG key, got .*; write key=jax.random.key\(0\)
@@ -213,9 +213,33 @@ with_half_storage(ADAM, averages=("mu",), key=jax.random.split(KEY))
     expected one PRNG key, got .*; write key=jax.random.key\(0\)
 with_half_storage(ADAM, averages=("mu",), key=jax.random.split(jax.random.PRNGKey(0)))
     expected one PRNG key, got .*; write key=jax.random.key\(0\)
+with_half_storage(ADAM, averages=["mu"])
+    ^with_half_storage: expected a key .*got None
+EXACT.init(PARAMS)
+    neither, so nothing would be stored
+EXACT.init({"b": jnp.float16(1)})
+    got b of float16: with its remainder it takes 6 bytes, .* takes 4
+with_half_storage(ADAM, averages=("mu", "trace"), key=KEY).init(PARAMS)
+    called \['trace'\], .* got one with mu \(float32\), nu
+with_half_storage(SGD, **ADAMS).init(PARAMS)
+    ^with_half_storage: .*got one with no such fields
+with_half_storage(with_loss_scale(ADAM), **ADAMS).init(PARAMS)
+    write with_loss_scale\(with_half_storage\(optimizer\)\)
+EXACT.update(BF16, EXACT_STATE)
+    ^with_half_storage: expected the parameters, got None
+EXACT.update(BF16, ADAM.init(BF16), BF16)
+    ^with_half_storage: expected the HalfStorageState .*got
+DRAWN.update(BF16, AVERAGED.init(BF16), BF16)
+    same averages= and remainders=, got that
+AVERAGED.update(BF16, EXACT_STATE, BF16)
+    same averages= and remainders=, got that
+EXACT.update(BF16, EXACT_STATE, {})
+    ^with_half_storage: expected parameter w .*got none
+AVERAGED.update(BF16, AVERAGED.init({"w": PARAMS}), BF16)
+    parameter w to be float32, by the remainders in .*got bfloat16.*as init got
 full_parameters(STATE, PARAMS)
     full_parameters: expected the parameters first, .*\(params, opt_state\)
-checkpoints.without_half_storage(HALF_STATE, PARAMS)
+checkpoints.without_half_storage(EXACT_STATE, PARAMS)
     without_half_storage: expected the parameters first, .*\(params, opt_state\)
 checkpoints.restore("path", STATE)
     restore: expected a function, got a str; write restore\(lambda template

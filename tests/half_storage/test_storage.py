@@ -1,8 +1,8 @@
 """Training with parameters and averages in bfloat16, next to float32 references."""
 
+import collections
 import functools
 import itertools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +12,10 @@ import pytest
 from flax import nnx
 from helpers import TWO_AXES, assert_bitwise_equal, by_name, sharded, slow
 from jax import lax
-from optimizers import (
-    BAD,
-    GOOD,
-    OPTIMIZERS,
-    PARAMS,
-    STEPS,
-    linen,
-    of_nnx,
-    optimizer,
-    stepper,
-)
+from optimizers import BAD, GOOD, OPTIMIZERS, PARAMS, STEPS, half, optimizer, stepper
 
+import jmp_scale.linen
+import jmp_scale.nnx
 from jmp_scale import (
     DynamicLossScale,
     diagnostics,
@@ -32,24 +24,14 @@ from jmp_scale import (
     with_loss_scale,
 )
 
-contrib: Any = optax.contrib
 KEY = jax.random.key(0)
 ADAMS = {"averages": ("mu", "nu"), "key": KEY}
 TRACE = {"averages": ("trace",), "key": KEY}
 STOCHASTIC = {"remainders": False, "key": KEY}
-
-
-def half(tree, dtype=jnp.bfloat16):
-    return jax.tree.map(lambda x: jnp.array(x, dtype), tree)
-
-
 HALF = half(PARAMS)
 
 
 # Parameters.
-
-# Those that differ most in what they do; all others are slow tests.
-TYPICAL = "adamw", "masked", "sam"
 
 
 def rounded(x):
@@ -57,7 +39,8 @@ def rounded(x):
     return ((np.asarray(x).view(np.uint32) + 2**15) >> 16).astype(np.uint16)
 
 
-@pytest.mark.parametrize("name", by_name(TYPICAL, OPTIMIZERS))
+# By default those that differ most in what they do.
+@pytest.mark.parametrize("name", by_name(["adamw", "masked", "sam"], OPTIMIZERS))
 def test_the_float32_values_are_those_of_the_plain_optimizer_in_every_bit(name):
     inner, tx = OPTIMIZERS[name], with_half_storage(OPTIMIZERS[name])
     plain, params = PARAMS, HALF
@@ -197,18 +180,9 @@ def test_the_first_step_is_that_of_the_optimizer_and_its_state_is_rounded(name):
     assert kinds[0] == kinds[1]
 
 
-class Kept(NamedTuple):
-    """A state of an optimizer that keeps the updates themselves."""
-
-    mu: Any
-    nu: Any
-
-
-KEEPING = optimizer(
-    Kept(jnp.zeros(10_000), jnp.zeros(10_000)), lambda g, state: (g, Kept(g, g))
-)
-
-
+# An optimizer that keeps the updates themselves.
+Kept = collections.namedtuple("Kept", "mu nu")
+KEEPING = optimizer(Kept(*jnp.zeros((2, 10_000))), lambda g, state: (g, Kept(g, g)))
 TX = with_half_storage(KEEPING, **ADAMS)
 
 
@@ -342,7 +316,7 @@ def test_the_derivative_through_steps_is_that_of_float32_storage(kinds):
     [
         ("multi_steps", ADAMS, jnp.float32),
         ("adamw", STOCHASTIC | ADAMS, jnp.bfloat16),
-        pytest.param("adamw", {}, jnp.bfloat16, marks=pytest.mark.slow),
+        slow(("adamw", {}, jnp.bfloat16)),
     ],
 )
 def test_a_skipped_step_changes_no_bit_and_init_does_not_warn(name, kinds, dtype):
@@ -377,7 +351,8 @@ def test_a_parameter_may_itself_be_called_mu():
         z: dict
 
     model = Model(jnp.ones(3), {"nu": jnp.ones(2)})
-    tx = with_half_storage(contrib.schedule_free_adamw(0.1), averages=["nu"], key=KEY)
+    inner = optax.contrib.schedule_free_adamw(0.1)
+    tx = with_half_storage(inner, averages=["nu"], key=KEY)
     state = tx.init(model).inner_state
     assert {x.dtype for x in jax.tree.leaves(state.z)} == {jnp.dtype("float32")}
     nu = state.base_optimizer_state[0].nu
@@ -407,23 +382,36 @@ def of_one_device():
     return carry
 
 
-@pytest.mark.parametrize(
-    "door",
-    [
-        functools.partial(of_nnx, make=nnx.Optimizer),
-        *(linen, of_nnx),  # those that have a loss scale
-    ],
-)
+def in_linen():
+    """Parameters and optimizer state of a model after some steps."""
+    state = jmp_scale.linen.TrainState.create(apply_fn=None, params=HALF, tx=ADAM)
+    step = jax.jit(lambda state, g: state.apply_gradients(grads=g))
+    for grads in STEPS:
+        state = step(state, grads)
+    return state.params, state.opt_state
+
+
+def in_nnx(make=jmp_scale.nnx.Optimizer):
+    model = nnx.Dict(jax.tree.map(nnx.Param, HALF))
+    made = make(model, ADAM, wrt=nnx.Param)
+    update = nnx.jit(lambda model, made, grads: made.update(model, grads))
+    for grads in STEPS:
+        update(model, made, nnx.State(jax.tree.map(nnx.Param, grads)))
+    return nnx.state(model, nnx.Param), nnx.state(made)
+
+
+# The last has no loss scale.
+@pytest.mark.parametrize("door", [in_linen, in_nnx, lambda: in_nnx(nnx.Optimizer)])
 def test_flax_stores_what_optax_alone_does(door):
-    params, state = door(HALF, ADAM)
+    params, state = door()
     expected, plain = of_one_device()
-    assert_bitwise_equal(jax.tree.leaves(params), jax.tree.leaves(expected))
-    for dtype in (jnp.bfloat16, jnp.int16):
-        found, wanted = (
-            [x for x in jax.tree.leaves(tree) if x.dtype == dtype]
-            for tree in (state, plain)
-        )
-        assert_bitwise_equal(found, wanted)
+    full = full_parameters(params, state), full_parameters(expected, plain)
+    assert_bitwise_equal(*map(jax.tree.leaves, full))
+    found, wanted = (
+        [x for x in jax.tree.leaves(tree) if x.dtype in (jnp.bfloat16, jnp.int16)]
+        for tree in ((params, state), (expected, plain))
+    )
+    assert_bitwise_equal(found, wanted)
 
 
 def test_storage_on_explicit_axes_is_that_of_one_device():
@@ -439,59 +427,6 @@ def test_storage_on_explicit_axes_is_that_of_one_device():
             carry = step(*carry, jax.tree.map(placed, grads))
     assert jax.typeof(carry[1].inner_state[0].nu["w"]).sharding.spec[0] == "i"
     assert_bitwise_equal(jax.device_get(carry), of_one_device())
-
-
-# Mistakes.
-
-
-def init(inner, params=PARAMS, **kinds):
-    return lambda: with_half_storage(inner, **kinds).init(params)
-
-
-def update(of, params=HALF, grads=GOOD, given=HALF, **kinds):
-    """Updates with the state of another optimizer, or with other parameters."""
-    tx = with_half_storage(optax.adam(0.1), **kinds)
-    return lambda: tx.update(grads, of.init(params), given)
-
-
-EXACT = with_half_storage(optax.adam(0.1))
-RIGHT_ORDER = r"write with_loss_scale\(with_half_storage\(optimizer\)\)"
-MISTAKES = [
-    (init(optax.adam(0.1), averages=["mu"]), ValueError, "expected a key .*got None"),
-    (init(optax.adam(0.1)), ValueError, "neither, so nothing would be stored"),
-    (
-        init(optax.adam(0.1), half(PARAMS, "float16")),
-        ValueError,
-        "got b of float16: with its remainder it takes 6 bytes, .* takes 4",
-    ),
-    (
-        init(optax.adam(0.1), **ADAMS | TRACE | {"averages": ("mu", "trace")}),
-        ValueError,
-        r"called \['trace'\], .* got one with mu \(float32\), nu",
-    ),
-    (init(optax.sgd(0.1), **ADAMS), ValueError, "got one with no such fields"),
-    (init(with_loss_scale(optax.adam(0.1)), **ADAMS), ValueError, RIGHT_ORDER),
-    (update(EXACT, jnp.bfloat16(1), 1.0, None), ValueError, "parameters, got None"),
-    (update(optax.adam(0.1)), TypeError, "expected the HalfStorageState .*got"),
-    (
-        update(with_half_storage(optax.adam(0.1), **ADAMS), **STOCHASTIC),
-        ValueError,
-        "same averages= and remainders=, got that",
-    ),
-    (update(EXACT, given={"b": HALF["b"]}), ValueError, "parameter w .*got none"),
-    (update(EXACT, **ADAMS), ValueError, "same averages= and remainders=, got that"),
-    (
-        update(with_half_storage(optax.adam(0.1), **ADAMS), PARAMS, **ADAMS),
-        ValueError,
-        r"parameter b to be float32, by the remainders in .*got bfloat16.*as init got",
-    ),
-]
-
-
-@pytest.mark.parametrize(("mistake", "error", "message"), MISTAKES)
-def test_mistakes_are_named_with_their_cure(mistake, error, message):
-    with pytest.raises(error, match=f"with_half_storage: .*{message}"):
-        mistake()
 
 
 def test_averages_of_float64_parameters_are_not_stored_in_bfloat16():

@@ -1,6 +1,5 @@
 """Independent references in plain Python, comparisons bit by bit, what tests train."""
 
-import dataclasses
 import re
 
 import jax
@@ -109,10 +108,6 @@ def assert_bitwise_equal(actual, expected):
         a, b = np.asarray(a), np.asarray(b)
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         assert a.tobytes() == b.tobytes(), f"{a} is not bitwise {b}"
-
-
-def fields_of(loss_scale):
-    return {f.name: getattr(loss_scale, f.name) for f in dataclasses.fields(loss_scale)}
 
 
 def count_traces(fun):

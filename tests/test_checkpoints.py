@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import pickle
+import re
 
 import equinox as eqx
 import flax.serialization
@@ -16,6 +17,7 @@ import pytest
 from flax import nnx
 from flax.training import train_state
 from helpers import assert_bitwise_equal, by_name, count_traces, slow
+from optimizers import half
 
 import jmp_scale
 from jmp_scale.checkpoints import restore, without_half_storage
@@ -26,9 +28,9 @@ PARAMS = {"w": jnp.arange(1.0, 4.0), "b": jnp.float32(0.5)}
 GRADS = jax.tree.map(jnp.ones_like, PARAMS)
 
 
-def make_state(loss_scale=None, **kwargs):
-    kwargs["loss_scale"] = loss_scale or jmp_scale.DynamicLossScale(2.0**10)
-    return TrainState.create(apply_fn=None, params=PARAMS, tx=optax.adam(0.1), **kwargs)
+def make_state(loss_scale, guard=None):
+    tx = jmp_scale.with_loss_scale(optax.adam(0.1), loss_scale, guard=guard)
+    return TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
 
 
 def with_orbax(state, path):
@@ -78,9 +80,7 @@ def test_all_leaves_come_back_bit_for_bit_and_configuration_is_that_of_the_code(
     target = jmp_scale.DynamicLossScale(8.0, period=3, hysteresis=2)
     new = make_state(target, guard=jmp_scale.SpikeGuard(warmup=3))
     restored = loader(saved, tmp_path)(new)
-    for field in ("step", "params", "opt_state"):
-        leaves = (jax.tree.leaves(getattr(x, field)) for x in (restored, saved))
-        assert_bitwise_equal(*leaves)
+    assert_bitwise_equal(*map(jax.tree.leaves, (restored, saved)))
     assert jax.tree.structure(restored) == jax.tree.structure(new)
     assert (restored.loss_scale.period, restored.opt_state.guard.warmup) == (3, 3)
 
@@ -133,13 +133,14 @@ def test_restore_casts_the_floats_of_s_and_of_a_guard(dtype):
         name: wrote(getattr(opt_state, name)) for name in ("loss_scale", "guard")
     }
     written = saved.replace(opt_state=opt_state._replace(**scaling))
-    restored = restore(lambda _: written, make_state(guard=GUARD)).opt_state
+    new = make_state(jmp_scale.DynamicLossScale(), GUARD)
+    restored = restore(lambda _: written, new).opt_state
     assert restored.loss_scale.loss_scale == 8
     expected = np.asarray(1.2345, np.float32).astype(dtype).astype(np.float32)
     assert_bitwise_equal(restored.guard.loss_mean, expected)
 
 
-HALF_PARAMS = {name: x.astype(jnp.bfloat16) for name, x in PARAMS.items()}
+HALF_PARAMS = half(PARAMS)
 KEY = jax.random.key(0)
 for kind in (optax.EmptyState, optax.TraceState):
     jax.export.register_namedtuple_serialization(
@@ -247,17 +248,17 @@ def test_functions_among_the_leaves_stay_as_they_are():
     assert restored["weight"].tolist() == [1, 1]
 
 
-def nnx_made(missing, loss_scale=8.0):
-    """(model, optimizer) of NNX, of a run without these parts."""
-    dtype = jnp.float32 if "half storage" in missing else jnp.bfloat16
+def nnx_made(tx, dtype=jnp.float32, kind=nnx.Optimizer):
+    """(model, optimizer) of NNX before the first step."""
     model = nnx.Linear(2, 3, param_dtype=dtype, rngs=nnx.Rngs(0))
-    kind = nnx.Optimizer if "loss scale" in missing else Optimizer
-    return model, kind(model, optimizer_without(missing, loss_scale), wrt=nnx.Param)
+    return model, kind(model, tx, wrt=nnx.Param)
 
 
 def nnx_trained(missing):
-    """The same after a step."""
-    model, optimizer = nnx_made(missing)
+    """(model, optimizer) of NNX after a step, of a run without these parts."""
+    dtype = jnp.float32 if "half storage" in missing else jnp.bfloat16
+    kind = nnx.Optimizer if "loss scale" in missing else Optimizer
+    model, optimizer = nnx_made(optimizer_without(missing), dtype, kind)
     model.kernel[...] = jnp.arange(6.0, dtype=model.kernel.dtype).reshape(2, 3)
     grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
     nnx.jit(lambda model, optimizer: optimizer.update(model, grads))(model, optimizer)
@@ -267,7 +268,8 @@ def nnx_trained(missing):
 @pytest.mark.parametrize("missing", by_name(["guard"], FORMS))
 def test_an_nnx_state_without_some_parts_is_restored(missing, tmp_path):
     saved = nnx.state(nnx_trained(missing))
-    model, optimizer = nnx_made("", loss_scale=2.0**10)
+    tx = optimizer_without("", loss_scale=2.0**10)
+    model, optimizer = nnx_made(tx, jnp.bfloat16, Optimizer)
     state, pure = nnx.state((model, optimizer)), nnx.to_pure_dict(saved)
     restored = restore(with_orbax(pure, tmp_path), nnx.to_pure_dict(state))
     of_variables = restore(lambda _: pure, state)
@@ -297,9 +299,9 @@ def test_float32_averages_are_rounded_and_come_back_as_they_are():
     plain = trained(OLDEST)
     tx = jmp_scale.with_half_storage(ADAM, **STORED)
     params, state = restore(lambda _: plain, (HALF_PARAMS, tx.init(HALF_PARAMS)))
-    nearest = lambda x: x.astype(jnp.bfloat16) if x.ndim else x  # noqa: E731
-    assert_bitwise_equal(state.inner_state, jax.tree.map(nearest, plain[1]))
-    assert_bitwise_equal(params, jax.tree.map(lambda x: x.astype("bfloat16"), plain[0]))
+    like = tx.init(HALF_PARAMS).inner_state
+    nearest = half(plain[0]), optax.tree.cast_like(plain[1], like)
+    assert_bitwise_equal((params, state.inner_state), nearest)
     back = without_half_storage(params, state)
     assert {x.dtype for x in jax.tree.leaves(back)} == {np.dtype("f4"), np.dtype("i4")}
     again = restore(lambda _: back, (params, tx.init(HALF_PARAMS)))
@@ -327,15 +329,13 @@ def test_what_the_optimizer_itself_stores_in_bfloat16_stays_so_without_averages(
     "inner", [optax.sgd(0.1), optax.chain(optax.clip(1.0), optax.scale(-0.1))]
 )
 def test_an_nnx_state_of_an_optimizer_without_arrays_is_restored(inner, tmp_path):
-    def state_of(tx):
-        model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-        state = nnx.state((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
-        return nnx.to_pure_dict(state)
-
-    state = state_of(jmp_scale.with_loss_scale(inner, TARGET))
+    saved, state = (
+        nnx.to_pure_dict(nnx.state(nnx_made(tx)))
+        for tx in (inner, jmp_scale.with_loss_scale(inner, TARGET))
+    )
     zeros = jax.tree.map(jnp.zeros_like, state[0])
-    load = with_orbax(state_of(inner), tmp_path)
-    assert_bitwise_equal(restore(load, state | {0: zeros}), state)
+    restored = restore(with_orbax(saved, tmp_path), state | {0: zeros})
+    assert_bitwise_equal(restored, state)
 
 
 def test_a_python_number_stays_one():
@@ -371,19 +371,15 @@ def test_abstract_leaves_are_filled_from_disk(missing, tmp_path):
     [
         ({"b": PARAMS["b"]}, r"params/w is nothing, expected float32\[3\]"),
         (PARAMS | {"v": jnp.ones(3)}, r"params/v is float32\[3\], expected nothing"),
-        (
-            PARAMS | {"w": jnp.ones(4)},
-            r"params/w is float32\[4\], expected float32\[3\]",
-        ),
+        (PARAMS | {"w": jnp.ones(4)}, r"params/w is float32\[4\], expected float32\["),
         (PARAMS | {"w": jnp.ones(3, jnp.float16)}, r"params/w is float16\[3\], exp"),
     ],
 )
 def test_a_checkpoint_with_other_leaves_is_refused(params, message):
-    saved = make_state().replace(params=params)
-    with pytest.raises(
-        ValueError, match=f"(?s)as state is: .*without guard: {message}"
-    ):
-        restore(lambda _: saved, make_state(guard=GUARD))
+    saved = make_state(TARGET).replace(params=params)
+    message = f"(?s)as state is: .*without guard: {message}"
+    with pytest.raises(ValueError, match=message):
+        restore(lambda _: saved, make_state(TARGET, GUARD))
 
 
 def test_if_no_form_fits_each_is_named_with_its_first_difference(tmp_path):
@@ -397,20 +393,13 @@ def test_if_no_form_fits_each_is_named_with_its_first_difference(tmp_path):
     assert all(20 < len(line) < 260 for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("nest", "found"),
-    [
-        (lambda params, state: {"opt_state": state}, r"those at \[\]"),
-        (
-            lambda params, state: {"params": params, "ema": params, "state": state},
-            r"those at \['ema/', 'params/'\]",
-        ),
-    ],
-)
-def test_parameters_that_are_not_in_the_state_once_are_told(nest, found):
-    message = rf"half storage: expected one tree .*, got {found}; pass \(params, o"
+@pytest.mark.parametrize("names", [[], ["ema", "params"]], ids=str)
+def test_parameters_that_are_not_in_the_state_once_are_told(names):
+    params, opt_state = trained("")
+    places = re.escape(str([f"{name}/" for name in names]))
+    message = f"half storage: expected one tree .*, got those at {places}; pass .para"
     with pytest.raises(ValueError, match=message):
-        restore(lambda _: None, nest(*trained("")))
+        restore(lambda _: None, dict.fromkeys(names, params) | {"state": opt_state})
 
 
 def test_names_of_parameters_may_end_with_those_of_others():

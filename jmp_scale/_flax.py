@@ -33,4 +33,5 @@ def wrap_once(
     return tx
 
 
-_pytree.register_state_dicts()
+for _cls in (*LossScale.__subclasses__(), SpikeGuard):
+    _pytree.register_state_dict(_cls)  # objects may be from before Flax was imported

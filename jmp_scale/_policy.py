@@ -141,12 +141,9 @@ def checked_half(argument: str, dtype: DTypeLike | None) -> np.dtype:
 
 def _name_of(dtype: DTypeLike) -> str:
     """Returns jmp's name of a dtype in any form, or its own."""
-    named = name_to_dtype.get(dtype) if isinstance(dtype, str) else None
-    dtype = jnp.dtype(named or dtype)
-    for known, names in dtype_to_names.items():
-        if dtype == known:
-            return names[0]
-    return dtype.name
+    names = {jnp.dtype(known): names[0] for known, names in dtype_to_names.items()}
+    dtype = jnp.dtype(name_to_dtype.get(str(dtype), dtype))
+    return names.get(dtype, dtype.name)
 
 
 def _parse_dtype(name: str) -> DTypeLike:

@@ -42,18 +42,14 @@ class Pytree:
         """Returns the values of leaves that are given as None."""
         return {}
 
-    def __init_subclass__(cls) -> None:
-        _classes.append(cls)
-
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        _register_state_dict(cls)
+        register_state_dict(cls)
         return super().__new__(cls)
 
 
 C = TypeVar("C", bound=Pytree)
 T = TypeVar("T")
 Fields = tuple[PyTree, ...]  # values of leaves, or of static fields
-_classes: list[type[Pytree]] = []
 
 
 def _text(value: Any) -> str:
@@ -74,7 +70,7 @@ def with_fields(tree: T, /, **fields: PyTree) -> T:
 
 def _instance(cls: type[T], fields: dict[str, PyTree]) -> T:
     """Creates an object with these fields, without calling its constructor."""
-    _register_state_dict(cls)
+    register_state_dict(cls)
     instance = object.__new__(cls)
     instance.__dict__.update(fields)  # in C, for every call of a compiled step
     return instance
@@ -114,13 +110,7 @@ def register(cls: type[C]) -> type[C]:
     return cls
 
 
-def register_state_dicts() -> None:
-    """Registers the classes whose objects were all made before Flax was imported."""
-    for cls in _classes:
-        _register_state_dict(cls)
-
-
-def _register_state_dict(cls: type) -> None:
+def register_state_dict(cls: type) -> None:
     """Lets `flax.serialization`, if imported, save and restore objects of a class."""
     # Called wherever objects are made: Flax may be imported at any time.
     flax: Any = sys.modules.get("flax.serialization")

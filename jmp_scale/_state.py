@@ -3,7 +3,7 @@
 import abc
 import functools
 from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple, Self, TypeVar, get_origin
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import jax.export
@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from . import _mesh, _pytree
 from ._tree import find_nodes, map_gradients, multiply
-from ._types import PyTree
+from ._types import Flag, PyTree, Scalar
 from ._validation import described
 
 T = TypeVar("T")
@@ -31,11 +31,6 @@ IS_CHECKED, OVERFLOWS = jax.make_user_context(False), -(10**6) - 1
 def is_checked() -> bool:
     """Whether `check_step` asks. A context of JAX cannot be pickled, a function can."""
     return IS_CHECKED.value
-
-
-# The types of flags and counters, which say their dtype and what they start at.
-FlagField = Annotated[jax.Array, np.bool_(True)]
-CountField = Annotated[jax.Array, np.int32(0)]
 
 
 class LossScale(_pytree.Pytree, abc.ABC):
@@ -118,26 +113,22 @@ class LossScaleState(NamedTuple):
       guard: the `SpikeGuard` with its statistics, or None.
     """
 
-    # A new counter is one line above and one at the end below: `init` and the metrics
-    # read it here. `_next_state` counts.
-
     loss_scale: LossScale
     inner_state: PyTree
-    grads_finite: FlagField
-    applied: FlagField
-    skipped: CountField
-    skipped_in_a_row: CountField
-    nonfinite_losses: CountField
-    spikes: CountField
+    grads_finite: Flag
+    applied: Flag
+    skipped: Scalar
+    skipped_in_a_row: Scalar
+    nonfinite_losses: Scalar
+    spikes: Scalar
     guard: PyTree
 
 
 # What each flag and counter is before the first step, in the order of the fields.
-START: dict[str, np.generic] = {
-    name: hint.__metadata__[0]
-    for name, hint in LossScaleState.__annotations__.items()
-    if get_origin(hint) is Annotated
-}
+START: dict[str, np.generic] = dict.fromkeys(("grads_finite", "applied"), np.True_)
+START |= dict.fromkeys(
+    ("skipped", "skipped_in_a_row", "nonfinite_losses", "spikes"), np.int32(0)
+)
 
 
 class HalfStorageState(NamedTuple):

@@ -92,14 +92,11 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
       ValueError: `pred` is not a boolean scalar, or the trees differ in structure,
         shape or dtype, because nothing is ever broadcast or promoted.
     """
-    if not (is_data(pred) or hasattr(pred, "dtype")):
+    if (got := type_name(pred)) != "bool[]":
         raise ValueError(
-            "select_tree: expected a boolean scalar as pred, got a "
-            f"{type(pred).__name__}; write select_tree(pred, on_true, on_false)"
+            f"select_tree: expected a boolean scalar as pred, got {got}; write "
+            "select_tree(pred, on_true, on_false)"
         )
-    if jnp.shape(pred) != () or jnp.result_type(pred) != jnp.bool_:
-        got = f"{jnp.result_type(pred)}{list(jnp.shape(pred))}"
-        raise ValueError(f"select_tree: expected a boolean scalar as pred, got {got}")
     select = functools.partial(_select_leaf, pred)
     return jax.tree_util.tree_map_with_path(select, on_true, on_false)
 
@@ -133,6 +130,13 @@ def _select_leaf(
 def is_data(leaf: object) -> bool:
     """Whether a leaf is an array or a number."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex))
+
+
+def type_name(x: object) -> str:
+    """Returns dtype and shape of an array or a number, or the class of another."""
+    if is_data(x) or hasattr(x, "dtype"):
+        return f"{getattr(x, 'dtype', type(x).__name__)}{[*getattr(x, 'shape', ())]}"
+    return f"a {type(x).__name__}"
 
 
 def multiply(function: str, tree: T, s: jax.Array, *, inverse: bool = False) -> T:

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from .. import _pytree, _validation
 from .._policy import half_dtype, name_to_dtype
 from .._state import LossScale
-from .._tree import is_data
+from .._tree import type_name
 
 T = TypeVar("T")
 
@@ -219,17 +219,11 @@ class DynamicLossScale(LossScale):
         return _pytree.with_fields(self, **leaves)
 
     def _check_flag(self, name: str, flag: ArrayLike) -> None:
-        if not (is_data(flag) or hasattr(flag, "dtype")):
+        shape = jnp.shape(self.loss_scale)
+        if (got := type_name(flag)) != f"bool{[*shape]}":
             raise ValueError(
-                f"adjust: expected {name} to be a boolean, got "
-                f"{_validation.described(flag)}; write adjust(all_finite(grads))"
-            )
-        shape, expected = jnp.shape(flag), jnp.shape(self.loss_scale)
-        if shape != expected or jnp.result_type(flag) != jnp.bool_:
-            raise ValueError(
-                f"adjust: expected {name} to be a boolean of the shape {expected} of "
-                f"loss_scale, got {jnp.result_type(flag)}{list(shape)}; reduce it with "
-                "all_finite, or vmap adjust"
+                f"adjust: expected {name} to be a boolean of the shape {shape} of "
+                f"loss_scale, got {got}; write adjust(all_finite(grads)), or vmap it"
             )
 
 
@@ -306,18 +300,14 @@ def _named(text: str) -> LossScale | None:
     if text == "none" or dtype is not None:
         return NoOpLossScale()
     kind, _, argument = text.rpartition(":")
+    base, power, exponent = argument.partition("**")
     try:
-        number = _number(argument)
+        number = float(float(base) ** (float(exponent) if power else 1))
     except (TypeError, ValueError, ArithmeticError):
         return None
-    kinds = dict.fromkeys(("", "static"), StaticLossScale)
-    make = (kinds | {"dynamic": DynamicLossScale}).get(kind.strip())
+    makers = {"dynamic": DynamicLossScale, "static": StaticLossScale}
+    make = (makers | {"": StaticLossScale}).get(kind.strip())
     return make(number) if make else None
-
-
-def _number(text: str) -> float:
-    base, power, exponent = text.partition("**")
-    return float(float(base) ** float(exponent) if power else text)
 
 
 def checked_loss_scale(function: str, value: object) -> LossScale:

@@ -6,25 +6,24 @@ Each of n devices computes the sum of an n-th of each leaf:
     share  = float32 sum of the n parts that the devices send (all-to-all)
     sum    = all shares, rounded once more (all-gather), or the own share, unrounded
 
-So no error grows with n, and 2 + 2 bytes an element are communicated, as by a half-
-precision all-reduce; 2 if each device needs its own share only.
+So no error grows with n, and 2 + 2 bytes an element are communicated; 2 if each device
+needs its own share only.
 """
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from .. import _mesh
 from .._policy import name_to_dtype
-from .._tree import are_next_values, is_inexact, promote_to_float32
+from .._tree import are_next_values, is_array, is_inexact, promote_to_float32
 from .._types import KeyPath, Mesh, PyTree
 
 T = TypeVar("T")
@@ -64,8 +63,8 @@ def sum_gradients(
     | `jit`, Auto mesh axes | never: use a `shard_map` |
 
     Leaves with fewer than 1,024 elements per device, and float64 and complex ones, are
-    added in their own precision, at least float32. Infinity and NaN stay not finite,
-    and the results are bit-identical, on all devices. Of Flax's float8 collection
+    added in their own precision, at least float32. Results are bit-identical on all
+    devices, and infinity and NaN stay not finite. Of Flax's float8 collection
     `_overwrite_with_gradient`, which holds next values, the result is the maximum.
 
     Args:
@@ -76,9 +75,9 @@ def sum_gradients(
       like: parameters, or their `PartitionSpec`s or `NamedSharding`s. A gradient whose
         parameter is split over the axes (FSDP, ZeRO) is returned split, and is not
         gathered. None (default): all sums are whole.
-      wire: dtype that is communicated, "bfloat16", "float16" or "float32". float16 is 8
-        times as precise as bfloat16, because each leaf is multiplied by a power of two
-        of its own; elements below 2^-39 of the largest become 0.
+      wire: dtype that is communicated, "bfloat16", "float16" or "float32". For float16
+        each leaf is multiplied by a power of two of its own; elements below 2^-39 of
+        the largest become 0.
       mean: whether the sum is divided by the number of devices.
 
     Returns:
@@ -109,10 +108,10 @@ def sum_gradients(
     add = functools.partial(_total, wire=sent, mean=mean)
 
     def combined(
-        path: KeyPath, leaf: PyTree, own_like: PyTree, is_next_value: bool
+        found: tuple[KeyPath, PyTree], own_like: PyTree, is_next_value: bool
     ) -> PyTree:
-        is_array = isinstance(leaf, (jax.Array, np.ndarray, np.generic))
-        if not is_array or leaf.dtype == jax.dtypes.float0:
+        path, leaf = found
+        if not is_array(leaf) or leaf.dtype == jax.dtypes.float0:
             return leaf
         name = jax.tree_util.keystr(path) or "(the whole tree)"
         gradient = _Gradient(name, jnp.asarray(leaf), _placement(name, own_like))
@@ -123,9 +122,8 @@ def sum_gradients(
             _refuse_other_axes(gradient)
         return _sum_in_map(gradient, names, combine)
 
-    paths, leaves = zip(*found, strict=True) if found else ((), ())
     likes = _leaves_like(like, structure)
-    sums = list(map(combined, paths, leaves, likes, are_next_values(grads)))
+    sums = map(combined, found, likes, are_next_values(grads))
     return jax.tree.unflatten(structure, sums)
 
 
@@ -203,10 +201,17 @@ def _sum_of_parts(
         )
     _require_axes(gradient, axes, names, may_be_sum)
     spec = _spec_like(gradient)
-    _check_split(gradient, spec, sharding.mesh)
+    if spec is not None:
+        _check_split(gradient, spec, sharding.mesh)
     if axes:
-        way = _way_of_spec(spec, axes) if spec is not None else None
-        total = _added_up(total, way or _Way(axes), add)
+        way = _way_of_spec(spec or PartitionSpec(), axes) or _Way(axes)
+        total = jax.shard_map(
+            lambda part: add(part, way),
+            mesh=sharding.mesh,
+            in_specs=sharding.spec,
+            out_specs=_spec_of_sum(sharding.spec, way),
+            check_vma=False,
+        )(total)
     if spec is None or sharding.mesh.empty:
         return total
     # A sum that could not be made in shares is cut here.
@@ -234,18 +239,6 @@ def _spec_like(gradient: _Gradient) -> PartitionSpec | None:
     if like is not None and not isinstance(like, PartitionSpec):
         like = jax.typeof(like).sharding.spec
     return None if like is None else PartitionSpec(*_mesh.dimensions(like))
-
-
-def _added_up(total: jax.Array, way: _Way, add: _Add) -> jax.Array:
-    """Sums the parts of an unreduced leaf, each on its devices."""
-    sharding: NamedSharding = jax.typeof(total).sharding
-    return jax.shard_map(
-        lambda part: add(part, way),
-        mesh=sharding.mesh,
-        in_specs=sharding.spec,
-        out_specs=_spec_of_sum(sharding.spec, way),
-        check_vma=False,
-    )(total)
 
 
 def _total(x: jax.Array, way: _Way, wire: DTypeLike | None, mean: bool) -> jax.Array:
@@ -332,7 +325,7 @@ def _way_in_map(gradient: _Gradient, axes: _mesh.Axes) -> _Way:
     if isinstance(like, PartitionSpec):
         way = _way_of_spec(like, axes)
     else:
-        way = _way_of_shape(like.shape, shape, axes)
+        way = _way_of_shape(tuple(like.shape), shape, axes)
     if way is None:
         raise gradient.error(
             f"like to be split along one dimension, over {axes} or one of them, last",
@@ -345,8 +338,8 @@ def _way_in_map(gradient: _Gradient, axes: _mesh.Axes) -> _Way:
     return way
 
 
-def _check_split(gradient: _Gradient, spec: PartitionSpec | None, mesh: Mesh) -> None:
-    for dimension, part in enumerate(_mesh.dimensions(spec) if spec else ()):
+def _check_split(gradient: _Gradient, spec: PartitionSpec, mesh: Mesh) -> None:
+    for dimension, part in enumerate(_mesh.dimensions(spec)):
         count = math.prod(mesh.shape[name] for name in _mesh.names_of(part))
         if count > 1:
             _check_equal_parts(gradient, dimension, count)
@@ -359,8 +352,7 @@ def _check_equal_parts(gradient: _Gradient, dimension: int, count: int) -> None:
         raise gradient.error(
             f"like to split dimension {dimension} into {count} equal parts",
             f"of shape {shape}",
-            "give a PartitionSpec of another dimension, or PartitionSpec() for a whole "
-            "sum",
+            "give a PartitionSpec of another dimension, or PartitionSpec() for all",
         )
 
 
@@ -377,19 +369,19 @@ def _way_of_spec(spec: PartitionSpec, axes: _mesh.Axes) -> _Way | None:
 
 
 def _way_of_shape(
-    share: Sequence[int], whole: Sequence[int], axes: _mesh.Axes
+    share: tuple[int, ...], whole: tuple[int, ...], axes: _mesh.Axes
 ) -> _Way | None:
     """Returns None if a share is not an equal part of one dimension and of the axes."""
-    if len(share) != len(whole):
-        return None
-    differ = [at for at, size in enumerate(share) if size != whole[at]]
-    if not differ:
+    if share == whole:
         return _Way(axes)
-    at = differ[0]
     choices = {axes, *((axis,) for axis in axes)}
-    fitting = [k for k in choices if share[at] * lax.axis_size(k) == whole[at]]
-    has_one = len(differ) == len(fitting) == 1
-    return _Way(axes, fitting[0], at) if has_one else None
+    ways = [
+        _Way(axes, kept, at)
+        for kept in choices
+        for at, size in enumerate(share)
+        if (*share[:at], size * lax.axis_size(kept), *share[at + 1 :]) == whole
+    ]
+    return ways[0] if len(ways) == 1 else None
 
 
 def _spec_of_sum(spec: PartitionSpec, way: _Way) -> PartitionSpec:
@@ -424,7 +416,7 @@ def _placement(name: str, like: PyTree) -> PyTree:
     )
 
 
-def _are_bound(names: tuple[str, ...]) -> bool:
+def _are_bound(names: _mesh.Axes) -> bool:
     try:
         lax.axis_size(names)
     except NameError:

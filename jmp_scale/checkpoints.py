@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from . import _pytree
+from . import _pytree, _state
 from ._half_storage.parameters import (
     full_parameters,
     is_bfloat16,
@@ -18,14 +18,7 @@ from ._half_storage.parameters import (
     remainders,
     split,
 )
-from ._state import (
-    fields_of,
-    find_half_storage,
-    find_loss_scale_states,
-    is_half_storage,
-    is_loss_scale_state,
-)
-from ._tree import is_data, leaves_by_name, with_arrays
+from ._tree import is_data, leaves_by_name, type_name, with_arrays
 from ._types import PyTree
 from ._validation import require_callable
 
@@ -38,11 +31,10 @@ def restore(load: Callable[[PyTree], PyTree], state: T) -> T:
     """Restores a checkpoint into `state`, also one that lacks some of its parts.
 
     It may be from before the optimizer had its `SpikeGuard`, its loss scale or its half
-    storage, or all of them. `load` gets a template of each form that `state` may once
-    have had, the newest first, until one fits. What is not on disk comes from `state`.
-
-    A checkpoint from before `with_half_storage` has float32 parameters. They become
-    bfloat16 parameters and remainders, exactly, and averages are rounded.
+    storage. `load` gets a template of each form that `state` may once have had, the
+    newest first, until one fits. What is not on disk comes from `state`. Float32
+    parameters from before `with_half_storage` become bfloat16 parameters and
+    remainders, exactly, and averages are rounded.
 
     Args:
       load: reads the checkpoint into a template, with whatever wrote it: for Orbax
@@ -94,11 +86,11 @@ def without_half_storage(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyT
     refuse_states("without_half_storage", params)
 
     def plain(node: PyTree) -> PyTree:
-        is_stored = jax.tree.leaves(fields_of(node).get("rounding_key"))
+        is_stored = jax.tree.leaves(_state.fields_of(node).get("rounding_key"))
         inner_state = _inner_state(node)
         return jax.tree.map(_widened, inner_state) if is_stored else inner_state
 
-    inner = _replaced(opt_state, is_half_storage, plain)
+    inner = _replaced(opt_state, _state.is_half_storage, plain)
     return full_parameters(params, opt_state), inner
 
 
@@ -108,13 +100,13 @@ class _OtherFormError(Exception):
 
 def _forms(state: PyTree) -> list[tuple[str, ...]]:
     """Returns the parts that a checkpoint may lack together, the newest form first."""
-    scaled = [fields_of(node) for _, node in find_loss_scale_states(state)]
+    scaled = [_state.fields_of(x) for _, x in _state.find_loss_scale_states(state)]
     forms: list[tuple[str, ...]] = [()]
     if any(jax.tree.leaves(fields.get("guard")) for fields in scaled):
         forms.append(("guard",))
     if scaled:
         forms.append(("loss scale",))
-    if find_half_storage(state):
+    if _state.find_half_storage(state):
         forms += [("half storage", *missing) for missing in forms]
     return forms
 
@@ -122,7 +114,8 @@ def _forms(state: PyTree) -> list[tuple[str, ...]]:
 def _without(missing: tuple[str, ...], tree: PyTree) -> PyTree:
     """Returns a tree like the state without these parts."""
     for part in missing:
-        is_new = is_half_storage if part == "half storage" else is_loss_scale_state
+        is_half = part == "half storage"
+        is_new = _state.is_half_storage if is_half else _state.is_loss_scale_state
         old = _without_guard if part == "guard" else _inner_state
         tree = _replaced(tree, is_new, old)
     return tree
@@ -199,7 +192,7 @@ def _form(
 
 def _scaling_leaves(numbers: PyTree) -> dict[int, bool]:
     """Returns the numbers of the leaves of S and guards; whether they may round."""
-    fields = [fields_of(node) for _, node in find_loss_scale_states(numbers)]
+    fields = [_state.fields_of(x) for _, x in _state.find_loss_scale_states(numbers)]
     of = {name: [x.get(name) for x in fields] for name in ("loss_scale", "guard")}
     return {i: k == "guard" for k, tree in of.items() for i in jax.tree.leaves(tree)}
 
@@ -209,7 +202,7 @@ def _remainders_by_parameter(
 ) -> dict[int, int]:
     """Returns the number of each remainder among the leaves, by its parameter's."""
     kept = remainders("restore", numbers)
-    outside = _replaced(numbers, is_half_storage, lambda _: None)
+    outside = _replaced(numbers, _state.is_half_storage, lambda _: None)
     places = leaves_by_name(with_arrays(outside))
 
     def are_parameters(prefix: str) -> bool:
@@ -251,7 +244,7 @@ def _replaced(
 
 
 def _inner_state(node: PyTree) -> PyTree:
-    return fields_of(node).get("inner_state")
+    return _state.fields_of(node).get("inner_state")
 
 
 def _without_guard(node: PyTree) -> PyTree:
@@ -272,6 +265,5 @@ def _fits(value: PyTree, like: PyTree) -> bool:
 
 def _type(x: PyTree) -> str:
     # Orbax's partial restore leaves a ShapeDtypeStruct for what it did not read.
-    if x is None or isinstance(x, jax.ShapeDtypeStruct):
-        return "nothing"
-    return f"{getattr(x, 'dtype', type(x).__name__)}{[*getattr(x, 'shape', ())]}"
+    is_read = not (x is None or isinstance(x, jax.ShapeDtypeStruct))
+    return type_name(x) if is_read else "nothing"

@@ -25,15 +25,10 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import tree_leaves_with_path
 
+from .. import _state
 from .._mesh import refuse_unreduced
 from .._policy import holds_half
-from .._state import (
-    HalfStorageState,
-    checked_optimizer,
-    find_half_storage,
-    find_loss_scale_states,
-    is_nothing,
-)
+from .._state import HalfStorageState
 from .._tree import find_nodes, is_inexact, leaves_by_name, promote_to_float32
 from .._types import KeyPath, PyTree
 from .._validation import described
@@ -53,10 +48,10 @@ def with_half_storage(
     """Wraps an Optax optimizer: parameters and moving averages stored in bfloat16.
 
     `inner` updates float32 values, whose rounding the bfloat16 parameters are. The
-    state keeps the remainders, so training is that of `inner` on float32 parameters,
-    given the same gradients: in every bit, or, where XLA fuses the optimizer (Adam)
-    otherwise, but for the last bits. With AdamW a parameter takes 14 bytes in place of
-    16 (value, state and gradient), 12 without remainders, and 4 less with
+    state keeps the remainders, so given the same gradients training is that of `inner`
+    on float32 parameters: in every bit, or except for the last bits where XLA fuses
+    the optimizer (Adam) otherwise. With AdamW a parameter takes 14 bytes in place of 16
+    (value, state and gradient), 12 without remainders, and 4 less with
     `averages=("mu", "nu")`.
 
     Put it inside `with_loss_scale`, and clipping, `MultiSteps` and schedules into it.
@@ -67,10 +62,9 @@ def with_half_storage(
     Args:
       inner: any Optax optimizer or chain, without a loss scale.
       averages: fields of Optax's states that are stored in bfloat16, such as
-        `("mu", "nu")` of Adam, `("trace",)` of SGD: one array for each parameter,
-        float32 or narrower, with at least one axis. They are rounded stochastically
-        after each step, right in the mean; a sum, a maximum or a copy of the parameters
-        would collect the noise.
+        `("mu", "nu")` of Adam, `("trace",)` of SGD: one array for each parameter, at
+        most float32, with at least one axis. They are rounded stochastically after each
+        step; a sum, a maximum or a copy of the parameters would collect the noise.
       remainders: whether the state keeps what bfloat16 parameters lack. If not, new
         values are rounded stochastically.
       key: a PRNG key, typed or raw, for `averages` and for `remainders=False`; its
@@ -89,7 +83,7 @@ def with_half_storage(
         `update`, other parameters than those of `init`, a state of other arguments,
         or `unreduced` gradients.
     """
-    inner = checked_optimizer(_NAME, inner)
+    inner = _state.checked_optimizer(_NAME, inner)
     if isinstance(averages, str) or not isinstance(averages, Collection):
         raise TypeError(
             f"{_NAME}: expected averages to be a tuple of names, got {averages!r}; "
@@ -126,7 +120,8 @@ class _HalfStorage:
 
     def init(self, params: optax.Params) -> HalfStorageState:
         inner_state = self.inner.init(promote_to_float32(jax.tree.map(join, params)))
-        if find_loss_scale_states(inner_state) or find_half_storage(inner_state):
+        scaled = _state.find_loss_scale_states(inner_state)
+        if scaled or _state.find_half_storage(inner_state):
             raise ValueError(
                 f"{_NAME}: expected an optimizer without a loss scale and without half "
                 f"storage within, got one with them; write with_loss_scale({_NAME}("
@@ -160,7 +155,7 @@ class _HalfStorage:
         grads, extra_args = promote_to_float32((updates, extra_args))
         out, inner_state = self.inner.update(grads, inner_state, full, **extra_args)
         # An update may be None or masked, also for a whole subtree.
-        out, structure = jax.tree.flatten(out, is_leaf=is_nothing)
+        out, structure = jax.tree.flatten(out, is_leaf=_state.is_nothing)
         next_key, keys = None, [None] * len(out)
         if self.words is not None:
             key = jax.random.wrap_key_data(state.rounding_key, impl="threefry2x32")
@@ -188,8 +183,6 @@ class _HalfStorage:
     def _map_averages(
         self, fun: Callable[[jax.Array], jax.Array], state: PyTree, params: PyTree
     ) -> optax.OptState:
-        if not self.averages:
-            return state
         leaves, structure = jax.tree.flatten(state)
         pairs = zip(leaves, self._averages_of(state, params), strict=True)
         return structure.unflatten(fun(x) if place else x for x, place in pairs)
@@ -243,13 +236,7 @@ class _HalfStorage:
                 f"{', '.join(sorted(found)) or 'no such fields'}; pass the names of "
                 "its averages, or leave this optimizer as it is"
             )
-        self._check_centered(inner_state, params)
-
-    def _check_centered(self, inner_state: optax.OptState, params: PyTree) -> None:
-        def is_centered(node: PyTree) -> bool:
-            return type(node).__name__.startswith("ScaleByRStdDev")
-
-        for _, node in find_nodes(is_centered, inner_state):
+        for _, node in find_nodes(_is_centered, inner_state):
             if any(self._averages_of(node, params)):
                 raise ValueError(
                     f"{_NAME}: expected averages that the optimizer does not subtract "
@@ -282,6 +269,10 @@ class _HalfStorage:
         check_pairs(_NAME, leaves_by_name(params), remainders, self.remainders)
 
 
+def _is_centered(node: PyTree) -> bool:
+    return type(node).__name__.startswith("ScaleByRStdDev")
+
+
 class _Place(NamedTuple):
     """Where a leaf of an optimizer's state belongs."""
 
@@ -290,10 +281,9 @@ class _Place(NamedTuple):
 
 
 def _places_of(state: optax.OptState, params: PyTree) -> list[_Place]:
-    """Returns the place of each leaf of a state.
+    """Returns the place of each leaf of a state, whose path ends with a parameter's.
 
-    A path in the state ends with that of the parameter, which is cut off first: a
-    parameter may itself be called "mu".
+    That is cut off first, because a parameter may itself be called "mu".
     """
     params = params.fast if isinstance(params, optax.LookaheadParams) else params
     owners = {path for path, _ in tree_leaves_with_path(params)}
@@ -318,7 +308,7 @@ def _rounded_update(
     update: PyTree, p: PyTree, full: PyTree, remainder: PyTree, key: jax.Array | None
 ) -> tuple[PyTree, PyTree]:
     """Returns the update to the rounding of the new value, and the remainder."""
-    if is_nothing(update):
+    if _state.is_nothing(update):
         return update, remainder
     if not is_bfloat16(p):
         is_float8 = full is not p and not holds_half(p)

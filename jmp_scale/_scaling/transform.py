@@ -12,17 +12,9 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from .. import _mesh
+from .. import _mesh, _state
 from .._policy import holds_half
-from .._state import (
-    START,
-    LossScale,
-    LossScaleState,
-    checked_optimizer,
-    find_half_storage,
-    find_loss_scale_states,
-    is_nothing,
-)
+from .._state import LossScale, LossScaleState
 from .._tree import is_data, is_inexact, map_inexact, promote_to_float32
 from .._types import Flag, KeyPath, PyTree
 from .._validation import warn
@@ -58,9 +50,9 @@ def with_loss_scale(
 ) -> LossScaleTransformation:
     """Wraps an Optax optimizer: skips steps that overflow, adjusts the loss scale S.
 
-    Use it when you train in float16, together with `value_and_grad`, which scales the
-    loss by the S of the state. Use it without a loss scale when a bfloat16 or float32
-    run must survive a bad batch: it then only skips steps that are not finite.
+    Use it to train in float16, together with `value_and_grad`, which scales the loss by
+    the S of the state. Without a loss scale it only skips steps that are not finite, so
+    that a bfloat16 or float32 run survives a bad batch.
 
     If gradients and loss are finite, `inner` runs. Otherwise the updates are -0.0
     (adding them changes no bit of the parameters; XLA on a CPU flushes subnormals), and
@@ -80,9 +72,8 @@ def with_loss_scale(
     Returns:
       A transformation with state `LossScaleState`, whose
       `update(updates, state, params=None, *, value=None, **extra_args)` takes unscaled
-      gradients of any dtype. It returns updates of the dtypes of `params`, if given;
-      those of `with_half_storage` are float32.
-      `inner` gets gradients in float32 or wider.
+      gradients of any dtype; `inner` gets them in float32 or wider. Updates have the
+      dtypes of `params`, if given; those of `with_half_storage` are float32.
 
       `value` is the unscaled scalar loss. If it is not finite, the step is skipped and
       S stays. `inner` gets `value` if the signature of its `update` accepts it.
@@ -98,7 +89,7 @@ def with_loss_scale(
     Warns:
       UserWarning: from `init`, half-precision parameters, which lose small updates.
     """
-    inner = checked_optimizer("with_loss_scale", inner)
+    inner = _state.checked_optimizer("with_loss_scale", inner)
     loss_scale = NoOpLossScale() if loss_scale is None else loss_scale
     loss_scale = checked_loss_scale("with_loss_scale", loss_scale)
     agreement = _mesh.agreement("with_loss_scale", axis_name)
@@ -123,19 +114,19 @@ class _SkippingOptimizer:
     def init(self, params: optax.Params) -> LossScaleState:
         """Returns the state before the first step."""
         inner_state = self.inner.init(params)
-        if nested := find_loss_scale_states(inner_state):
+        if nested := _state.find_loss_scale_states(inner_state):
             raise ValueError(
                 "with_loss_scale: expected an optimizer without a loss scale, got one "
                 "that contains with_loss_scale, at inner_state"
                 f"{jax.tree_util.keystr(nested[0][0])}; wrap once, outermost"
             )
-        if not find_half_storage(inner_state):
+        if not _state.find_half_storage(inner_state):
             _warn_of_half_precision(params)
         state = LossScaleState(
             loss_scale=self.loss_scale,
             inner_state=inner_state,
             guard=self.guard,
-            **{name: jnp.asarray(value) for name, value in START.items()},
+            **{name: jnp.asarray(value) for name, value in _state.START.items()},
         )
         return fresh_buffers(state, (params, self.loss_scale, self.guard))
 
@@ -156,23 +147,20 @@ class _SkippingOptimizer:
             )
         _check_arguments(updates, state, params)
         verdict = self.judge(updates, value, state.guard)
+        applied = verdict.applied
         arrays, others = self._split(extra_args, value)
         inputs, old = (promote_to_float32(updates), arrays), state.inner_state
         run = functools.partial(self._apply, params, others)
         if "grad_fn" in others:
             # An overflow of its result shows in the updates, and counts like one of
             # the gradients.
-            updates, new = attempt(verdict.applied, run, inputs, old)
-            is_good = finite(updates, self.agreement) | ~verdict.applied
-            verdict = verdict._replace(
-                applied=verdict.applied & is_good,
-                grads_finite=verdict.grads_finite & is_good,
-            )
-            updates, new = keep(verdict.applied, updates, new, old)
+            updates, new = attempt(applied, run, inputs, old)
+            is_good = finite(updates, self.agreement) | ~applied
+            applied, grads_finite = applied & is_good, verdict.grads_finite & is_good
+            verdict = verdict._replace(applied=applied, grads_finite=grads_finite)
+            updates, new = keep(applied, updates, new, old)
         else:
-            updates, new = select_step(
-                verdict.applied, run, inputs, old, context=(params, others)
-            )
+            updates, new = select_step(applied, run, inputs, old, (params, others))
         return updates, _next_state(state, verdict, new)
 
     def judge(
@@ -189,9 +177,8 @@ class _SkippingOptimizer:
         loss_finite = jnp.array(True) if value is None else finite(value, agree)
         if guard is None:
             grads_finite, spike = finite(updates, agree), jnp.array(False)
-            return _Verdict(
-                grads_finite & loss_finite, grads_finite, loss_finite, spike
-            )
+            applied = grads_finite & loss_finite
+            return _Verdict(applied, grads_finite, loss_finite, spike)
         # A decision has no derivative.
         guard, value = map_inexact(lax.stop_gradient, (guard, value))
         grads_finite, norm = finite_and_norm(updates, agree)
@@ -233,10 +220,9 @@ class _SkippingOptimizer:
     ) -> tuple[optax.Updates, optax.OptState]:
         """Calls `inner`; returns updates and a state of the types that they had."""
         grads, arrays = inputs
+        extra_args = others | arrays
         try:
-            updates, new = self.inner.update(
-                grads, inner_state, params, **others, **arrays
-            )
+            updates, new = self.inner.update(grads, inner_state, params, **extra_args)
         except TypeError as error:
             if "unexpected keyword argument 'value'" in str(error):
                 error.add_note(
@@ -246,8 +232,10 @@ class _SkippingOptimizer:
                 )
             raise
         # A cast to half precision would round the updates of with_half_storage.
-        if params is not None and not find_half_storage(inner_state):
-            updates = jax.tree.map(_cast_leaf, updates, params, is_leaf=is_nothing)
+        if params is not None and not _state.find_half_storage(inner_state):
+            updates = jax.tree.map(
+                _cast_leaf, updates, params, is_leaf=_state.is_nothing
+            )
         return updates, _state_like(new, inner_state)
 
 
@@ -296,25 +284,24 @@ def _warn_of_half_precision(params: optax.Params) -> None:
 
 
 def _check_arguments(updates: PyTree, state: object, params: PyTree) -> None:
-    """Checks the arguments of `update` whose mistakes would be silent or obscure."""
+    """Raises an error for mistakes that would be silent or obscure."""
     if not isinstance(state, LossScaleState):
         given = (type(x).__name__ for x in (updates, state, params))
         raise TypeError(
             "with_loss_scale: expected update(grads, state, params, value=loss), got "
-            f"update({', '.join(given)}); pass the LossScaleState that init returns; "
-            "to convert the state of an optimizer without a loss scale, use "
-            "jmp_scale.checkpoints.restore"
+            f"update({', '.join(given)}); pass the LossScaleState that init returns, "
+            "or jmp_scale.checkpoints.restore makes of a plain optimizer's state"
         )
     params = params.fast if isinstance(params, optax.LookaheadParams) else params
     if params is None:
         return
 
     def compare(update: PyTree, param: PyTree) -> None:
-        if not is_nothing(update):  # "nothing" may stand for a whole subtree
-            jax.tree.map(lambda *_: None, param, update, is_leaf=is_nothing)
+        if not _state.is_nothing(update):  # "nothing" may stand for a whole subtree
+            jax.tree.map(lambda *_: None, param, update, is_leaf=_state.is_nothing)
 
     try:
-        jax.tree.map(compare, updates, params, is_leaf=is_nothing)
+        jax.tree.map(compare, updates, params, is_leaf=_state.is_nothing)
     except ValueError as error:
         raise ValueError(
             "with_loss_scale: expected gradients of the structure of the parameters, "
@@ -344,8 +331,8 @@ def fresh_buffers(state: T, params: PyTree = ()) -> T:
 
 def _cast_leaf(x: PyTree, like: PyTree) -> PyTree:
     """Casts a floating-point leaf to the dtype of another."""
-    castable = is_inexact(x) and is_inexact(like)
-    return jnp.asarray(x).astype(jnp.result_type(like)) if castable else x
+    is_cast = is_inexact(x) and is_inexact(like)
+    return jnp.asarray(x).astype(jnp.result_type(like)) if is_cast else x
 
 
 def _state_like(new: optax.OptState, old: optax.OptState) -> optax.OptState:

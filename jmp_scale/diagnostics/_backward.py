@@ -107,12 +107,8 @@ def _value_and_grad_of_arrays(
 
     def value_and_grad(*args: PyTree) -> PyTree:
         def of_arrays(*arrays: PyTree) -> PyTree:
-            both = jax.tree.map(
-                lambda x, y: y if x is None else x, arrays, args, **none
-            )
-            return fun(*both)
+            return fun(*jax.tree.map(lambda y, x: y if x is None else x, args, arrays))
 
-        none = {"is_leaf": lambda x: x is None}
         arrays = jax.tree.map(lambda x: x if _is_inexact_array(x) else None, args)
         return jax.value_and_grad(of_arrays, argnums, has_aux)(*arrays)
 
@@ -136,13 +132,13 @@ class Start(NamedTuple):
 
     def found(self, run: Callable[[Scalar], Backward]) -> tuple[Backward, float]:
         """Returns the result of `run` and its S, the first S that is low enough."""
-        s = self.s
-        while True:
-            found = run(jnp.float32(s))
-            is_last = not self.settles or s <= 1 or not all_finite(found.loss)
-            if is_last or all_finite(found.leaves):
-                return found, s
+        s, found = self.s, run(jnp.float32(self.s))
+        while self.settles and s > 1 and all_finite(found.loss):
+            if all_finite(found.leaves):
+                break
             s = max(s / 8, 1.0)
+            found = run(jnp.float32(s))
+        return found, s
 
 
 def start_of(
@@ -178,14 +174,13 @@ def narrow_dtypes(program: Program) -> Counter[str]:
     return Counter(map(dtype_name, narrow))
 
 
-def refuse_autocast(
-    function: str, program: Program, trace: Callable[[], Program]
-) -> None:
-    """Raises an error if `autocast` runs somewhere in a loss that is to be float32.
+def traced_in_float32(function: str, trace: Callable[[], Program]) -> Program:
+    """Traces a loss that is to be float32; raises an error if `autocast` is in it.
 
     Nothing else reads the context in which `autocast` leaves its function in float32:
     a loss that computes less in half precision there has it somewhere.
     """
+    program = trace()
     if found := narrow_dtypes(program):
         with IS_CHECKED(True):
             in_float32 = narrow_dtypes(trace())
@@ -194,3 +189,4 @@ def refuse_autocast(
                 f"{function}: expected a float32 loss, got one under autocast; pass "
                 "the float32 loss, without autocast"
             )
+    return program

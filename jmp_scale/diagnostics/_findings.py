@@ -1,5 +1,6 @@
 """What every tool tells: findings, made from its table of rules."""
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -13,6 +14,9 @@ class Rule(NamedTuple):
     level: str
     text: str
     cure: str
+
+
+error_rule, warning_rule = (functools.partial(Rule, level) for level in LEVELS[:2])
 
 
 class Finding(NamedTuple):

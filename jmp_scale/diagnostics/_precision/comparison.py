@@ -17,7 +17,14 @@ from ..._tree import promote_to_float32
 from ..._types import Arrays, Function, PyTree
 from .. import _backward
 from .._backward import Backward, Loss
-from .._findings import Finding, Rule, are_notes, finding, summary_of
+from .._findings import (
+    Finding,
+    are_notes,
+    error_rule,
+    finding,
+    summary_of,
+    warning_rule,
+)
 from .._tables import leaf_name, percent, power, printed, table
 
 # Training tolerates an error of this share of a gradient's norm. Gradients of two
@@ -30,47 +37,38 @@ _LEAST, _MOST = 1.0, 2.0**24  # range of S of a `DynamicLossScale` by default
 _ROOM = 4  # overflows lie at least this factor above a recommended S
 _EXACT = 2.0**-8  # errors of a leaf that differ by less are those of rounding
 
-# Rules of `sensitive_products` too.
-FLOAT32_NOT_FINITE = Rule(
-    "error", "Float32 is not finite itself.", "Run diagnose_nonfinite(loss, 1, ...)."
-)
-SEES_S = Rule(
-    "error",
-    "The gradient is off by {error} at loss scale {s}, and so is that of float32, by "
-    "{of_float32}: a backward rule in the loss depends on the loss scale, because it "
-    "clips, normalizes, adds noise or has a tolerance.",
-    "Clip outside of the loss, multiply the rule's bound by S, or train in bfloat16 "
-    "without a loss scale.",
-)
 RULES = {
-    "float32 not finite": FLOAT32_NOT_FINITE,
-    "nothing in half precision": Rule(
-        "warning",
+    "float32 not finite": error_rule(
+        "Float32 is not finite itself.", "Run diagnose_nonfinite(loss, 1, ...)."
+    ),
+    "nothing in half precision": warning_rule(
         "Nothing was compared: no number of half_loss is half precision.",
         "Pass what autocast returns; it warns if no product became half precision.",
     ),
-    "backward rule sees S": SEES_S,
-    "loss not finite": Rule(
-        "error",
+    "backward rule sees S": error_rule(
+        "The gradient is off by {error} at loss scale {s}, and so is that of float32, "
+        "by {of_float32}: a backward rule in the loss depends on the loss scale, "
+        "because it clips, normalizes, adds noise or has a tolerance.",
+        "Clip outside of the loss, multiply the rule's bound by S, or train in "
+        "bfloat16 without a loss scale.",
+    ),
+    "loss not finite": error_rule(
         "The loss is not finite at loss scale {s}.",
         "Run diagnose_nonfinite(half_loss, {number}, ...).",
     ),
-    "gradient not finite": Rule(
-        "error",
+    "gradient not finite": error_rule(
         "The gradient is not finite at loss scale {s}.",
         "Run diagnose_nonfinite(half_loss, {number}, ...). {cure}",
     ),
-    "gradient lost": Rule(
-        "error", "{lost} of its gradient becomes zero at loss scale {s}.", "{cure}"
+    "gradient lost": error_rule(
+        "{lost} of its gradient becomes zero at loss scale {s}.", "{cure}"
     ),
-    "not precise": Rule("error", "{judged} ({bearable} is bearable).", "{cure}"),
-    "no loss scale works": Rule(
-        "warning",
+    "not precise": error_rule("{judged} ({bearable} is bearable).", "{cure}"),
+    "no loss scale works": warning_rule(
         "No loss scale from {low} to {high} works.",
         "bfloat16 needs none: try it, also in the backward pass alone.",
     ),
 }
-_KEEP = "sensitive_products finds what must stay float32."
 
 
 class LeafComparison(NamedTuple):
@@ -257,8 +255,7 @@ def compare_gradients(
     run = compiled(lambda s, arrays: full.run(s, rejoin(arrays)))
     run_half = compiled(lambda s, arrays: half.run(s, rejoin(arrays)))
     one = jnp.float32(1.0)
-    trace = lambda: run.trace(one, wide).jaxpr  # noqa: E731
-    _backward.refuse_autocast(function, trace(), trace)
+    _backward.traced_in_float32(function, lambda: run.trace(one, wide).jaxpr)
     dtypes = _backward.narrow_dtypes(run_half.trace(one, arrays).jaxpr)
     start = _backward.start_of(function, loss_scale, dtypes)
     if loss_scales is None:
@@ -270,8 +267,8 @@ def compare_gradients(
     # In float32, S changes a gradient only through a rule that is not linear.
     s = found.loss_scale
     scaled = reference.compared(run(jnp.float32(s), wide), s)
-    works = [one.is_precise for one in at]
-    errors = [[leaf.error for leaf in one.leaves if not leaf.is_noise] for one in at]
+    works = [each.is_precise for each in at]
+    errors = [[leaf.error for leaf in each.leaves if not leaf.is_noise] for each in at]
     return found._replace(
         holds_half=bool(dtypes),
         loss_scales=tried,
@@ -319,21 +316,22 @@ class Reference:
     def compared(self, found: Backward, s: float) -> GradientComparison:
         """Compares a half-precision gradient with this one; `s` is its loss scale."""
         rows = _differences(found, self.backward)
-        leaves, squares, entries = [], 0.0, 0
+        leaves, sizes = [], []
         by_leaf = zip(found.paths, found.leaves, rows, self._own, strict=True)
         for path, x, row, own in by_leaf:
             norm, _, lost, finite = row
-            error, of_float32 = _error([row]), _error([own])
-            leaf = LeafComparison(path, norm, error, lost, bool(finite), of_float32)
+            of_float32 = _error([own])
+            leaf = LeafComparison(
+                path, norm, _error([row]), lost, bool(finite), of_float32
+            )
             leaves.append(leaf)
-            if not leaf.is_noise:
-                squares += x.size * min(error, 1) ** 2
-                entries += x.size
+            sizes.append(0 if leaf.is_noise else x.size)
+        squares = [min(leaf.error, 1) ** 2 for leaf in leaves]
         return GradientComparison(
             loss=float(self.backward.loss),
             half_loss=float(found.loss),
             error=_error(rows),
-            scaled_error=math.sqrt(squares / max(entries, 1)),
+            scaled_error=math.sqrt(np.dot(squares, sizes) / max(sum(sizes), 1)),
             leaves=tuple(leaves),
             float32_error=_error(self._own),
             loss_scale=s,
@@ -391,6 +389,19 @@ def _told(found: GradientComparison) -> Iterator[Finding]:
     """Yields the first of what is at fault, and whether no loss scale works."""
     norms = [leaf.norm for leaf in found.leaves]
     lost = [leaf for leaf in found.leaves if leaf.is_lost]
+    s, (judged, bearable) = power(found.loss_scale), _judged(found)
+    # Another loss scale helps if any works.
+    keep = "sensitive_products finds what must stay float32."
+    values = {
+        "s": s,
+        "number": s.replace("^", "**"),
+        "error": percent(found.error),
+        "of_float32": percent(found.scaled_float32_error),
+        "lost": percent(lost[0].lost) if lost else "",
+        "judged": judged,
+        "bearable": bearable,
+        "cure": found.window.summary() if found.window else keep,
+    }
     faults = {
         "float32 not finite": not all(map(math.isfinite, (found.loss, *norms))),
         "nothing in half precision": not found.holds_half,
@@ -400,32 +411,12 @@ def _told(found: GradientComparison) -> Iterator[Finding]:
         "gradient lost": bool(lost),
         "not precise": not found.is_precise,
     }
-    first = next((rule for rule, is_fault in faults.items() if is_fault), None)
-    if first is not None:
+    if first := next(filter(faults.get, faults), None):
         where = leaf_name(lost[0].path) if first == "gradient lost" else ""
-        yield finding(RULES, first, where, **_values(found, lost))
+        yield finding(RULES, first, where, **values)
     if found.loss_scales and not found.window:
-        low, high = found.loss_scales[0], found.loss_scales[-1]
-        values = {"low": power(low), "high": power(high)}
-        yield finding(RULES, "no loss scale works", **values)
-
-
-def _values(
-    found: GradientComparison, lost: Sequence[LeafComparison]
-) -> dict[str, str]:
-    """Returns the values of all texts."""
-    judged, bearable = _judged(found)
-    return {
-        "s": power(found.loss_scale),
-        "number": power(found.loss_scale).replace("^", "**"),
-        "error": percent(found.error),
-        "of_float32": percent(found.scaled_float32_error),
-        "lost": percent(lost[0].lost) if lost else "",
-        "judged": judged,
-        "bearable": bearable,
-        # Another loss scale helps if any works.
-        "cure": found.window.summary() if found.window else _KEEP,
-    }
+        low, high = map(power, (found.loss_scales[0], found.loss_scales[-1]))
+        yield finding(RULES, "no loss scale works", low=low, high=high)
 
 
 def _judged(found: GradientComparison) -> tuple[str, str]:

@@ -3,7 +3,6 @@
 docs/precision.md has programs that break them, and cured ones.
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -13,12 +12,11 @@ from jax.extend.core import Var
 from ..._autocast.products import stays_float32
 from ..._jaxpr import Loop, dtype_name, shape, words
 from ..._policy import is_half
-from .._findings import Finding, Rule, finding
+from .._findings import Finding, Rule, error_rule, finding, warning_rule
 from .._source import Place
 from . import facts
 from .facts import Equation, Fact, Growth
 
-_error, _warning = (functools.partial(Rule, level) for level in ("error", "warning"))
 # {library} is the line of a library, in parentheses.
 RULES = {
     "half-sum": Rule(
@@ -26,33 +24,33 @@ RULES = {
         "A sum of {count:,.0f} entries {how} in {dtype}, which {harm}{library}.",
         "{cure}",
     ),
-    "half-collective": _warning(
+    "half-collective": warning_rule(
         "A sum over devices in {dtype} rounds at each addition{library}.",
         "Cast to float32 before the collective, or use sum_gradients.",
     ),
-    "half-integers": _error(
+    "half-integers": error_rule(
         "{what} {dtype}, which tells integers apart only up to {limit:,}{library}.",
         "Keep them integers, or compute in float32: do not cast positions, labels and "
         "coordinates with the rest of a batch.",
     ),
-    "half-square": _warning(
+    "half-square": warning_rule(
         "A {what} is computed in float16, which overflows for entries of {largest} and "
         "more{library}.",
         "Cast to float32 first, and keep the result there.",
     ),
-    "half-exp": _warning(
+    "half-exp": warning_rule(
         "{name} in {dtype} keeps {harm}{library}.", "Cast its argument to float32."
     ),
-    "half-constant": _error(
+    "half-constant": error_rule(
         "{what} becomes {held} in {dtype}{library}.",
         "{cure}, or compute this in float32.",
     ),
-    "half-division": _warning(
+    "half-division": warning_rule(
         "{what} a value that can be 0, because its epsilon rounds to 0 in half "
         "precision{end}{library}.",
         "Use an epsilon of at least 1e-4, or float32.",
     ),
-    "half-carry": _warning(
+    "half-carry": warning_rule(
         "A carry adds up in {dtype}, and loses what is small beside it{library}.",
         "{cure}",
     ),
@@ -62,7 +60,7 @@ RULES = {
         "Cast both operands if its time matters.",
     ),
     # Rules of a whole program.
-    "half-parameters": _error(
+    "half-parameters": error_rule(
         "The parameters are {dtype} ({count}{first}), so small updates round to "
         "nothing{library}.",
         "Keep float32 parameters and cast them inside the loss, wrap the optimizer in "
@@ -70,7 +68,7 @@ RULES = {
         "differentiate the trained ones alone (in NNX by "
         "transform=optimizer.value_and_grad).",
     ),
-    "half-loss": _warning(
+    "half-loss": warning_rule(
         "The loss is returned in {dtype}{library}.",
         "Cast to float32 before the last mean.",
     ),

@@ -31,33 +31,26 @@ from ..._types import Arrays, Function, PyTree
 from ..._validation import Arguments
 from .. import _backward
 from .._backward import Backward, Loss, Start
-from .._findings import Finding, Rule, are_notes, finding, summary_of
+from .._findings import Finding, are_notes, error_rule, finding, summary_of
 from .._source import Place, begin_user_code, place_of
 from .._tables import percent, power, printed, table, with_progress
-from .comparison import (
-    FLOAT32_NOT_FINITE,
-    SEES_S,
-    GradientComparison,
-    Reference,
-    judged_error,
-)
+from . import comparison
+from .comparison import GradientComparison, Reference, judged_error
 from .facts import flops
 
 RULES = {
-    "float32 not finite": FLOAT32_NOT_FINITE,
-    "backward rule sees S": SEES_S,
-    "loss scale at fault": Rule(
-        "error",
+    "float32 not finite": comparison.RULES["float32 not finite"],
+    "backward rule sees S": comparison.RULES["backward rule sees S"],
+    "loss scale at fault": error_rule(
         "{change} at loss scale {s}. At {other} the gradient is off by {there}.",
         "compare_gradients finds where to start.",
     ),
-    "not precise": Rule(
-        "error",
+    "not precise": error_rule(
         "{change}. Where this stays float32, the gradient is off by {after}.",
         'jmp_scale.autocast(loss, "{forward}"{options}, keep_float32={keep})',
     ),
-    "loss not finite": Rule(
-        "error", "The forward pass leaves float16's range.", "Try bfloat16."
+    "loss not finite": error_rule(
+        "The forward pass leaves float16's range.", "Try bfloat16."
     ),
 }
 
@@ -184,21 +177,24 @@ def sensitive_products(
         return SensitiveProducts((), (), 0.0, math.inf, math.inf, (broken,))
     rows = [_row(probe, group) for group in with_progress(probe.groups, function)]
     whole = probe.compared(probe.groups, start)
-    before = judged_error(whole)
-    told = [*_other_faults(probe, whole, start, tolerance)]
-    is_fine = told or before <= tolerance
-    keep = () if is_fine else _names(_required(probe, rows, tolerance), probe.groups)
+    before, share = judged_error(whole), probe.share(probe.groups)
+    others = tuple(_other_faults(probe, whole, start, tolerance))
+    found = SensitiveProducts(tuple(rows), (), share, before, before, others)
+    if before <= tolerance or others or not rows:
+        return found
+    keep = _names(_required(probe, rows, tolerance), probe.groups)
     half = probe.groups_without(keep)
-    after = probe.error(half) if keep else before
-    if keep:
-        options = f', backward="{back.name}"' * (back != forward)
-        call = {"forward": forward.name, "options": options, "keep": keep}
-        values = {"change": _change(before), "after": percent(after), **call}
-        told = [finding(RULES, "not precise", ", ".join(keep), **values)]
-        if not half and forward == "float16" and not math.isfinite(whole.half_loss):
-            told.append(finding(RULES, "loss not finite"))
-    share = sum(group.work for group in half) / max(probe.work, 1)
-    return SensitiveProducts(tuple(rows), keep, share, before, after, tuple(told))
+    after = probe.error(half)
+    options = f', backward="{back.name}"' * (back != forward)
+    call = {"forward": forward.name, "options": options, "keep": keep}
+    values = {"change": _change(before), "after": percent(after), **call}
+    told = [finding(RULES, "not precise", ", ".join(keep), **values)]
+    if not half and forward == "float16" and not math.isfinite(whole.half_loss):
+        told.append(finding(RULES, "loss not finite"))
+    share = probe.share(half)
+    return found._replace(
+        keep=keep, half_share=share, error_after=after, findings=tuple(told)
+    )
 
 
 def _row(probe: "Probe", group: "ProductGroup") -> SensitiveProduct:
@@ -207,7 +203,7 @@ def _row(probe: "Probe", group: "ProductGroup") -> SensitiveProduct:
         line=group.place.line,
         library=group.place.library,
         scope="/".join(group.scopes),
-        share=group.work / max(probe.work, 1),
+        share=probe.share([group]),
         alone=probe.error([group]),
         without=probe.error([other for other in probe.groups if other is not group]),
     )
@@ -270,7 +266,7 @@ class Probe:
         self._arrays = promote_to_float32(arrays)
         self._by_place: dict[Hashable, ProductGroup] = {}
         self._cast: set[int] = set()  # numbers of those that `autocast` casts
-        self.work = 0  # of all
+        self._work = 0  # of all
         # At level 3 small products need six times as long to compile, and run as fast.
         options = {**_backward.ALL_ROUNDINGS, "xla_backend_optimization_level": 1}
         self._program = jax.jit(self._backward_pass, compiler_options=options)
@@ -282,6 +278,10 @@ class Probe:
     def error(self, half: Sequence[ProductGroup]) -> float:
         """Returns the error of the gradient with these products in half precision."""
         return judged_error(self.compared(half, self._start))
+
+    def share(self, groups: Iterable[ProductGroup]) -> float:
+        """Returns the share of the program's matrix work of these products."""
+        return sum(group.work for group in groups) / max(self._work, 1)
 
     def groups_without(self, keep: Sequence[str]) -> list[ProductGroup]:
         """Returns the groups that none of these names keeps in float32."""
@@ -313,8 +313,7 @@ class Probe:
         setting = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009
         with tracing(self._forward), jax.default_matmul_precision(None):
             trace = functools.partial(jax.make_jaxpr(loss), *arrays)
-            program = trace()
-            _backward.refuse_autocast(self._loss.function, program, trace)
+            program = _backward.traced_in_float32(self._loss.function, trace)
         flagged = _Flagged(
             forward=self._forward,
             backward=self._backward,
@@ -339,7 +338,7 @@ class Probe:
             work = sum(map(flops, (eqn, *_jaxpr.equations_within(eqn))))
             if not work:
                 return eqn
-            self.work += times * flops(eqn)
+            self._work += times * flops(eqn)
             chain, here = (*outer, eqn), place_of(eqn, place)
 
             def numbered(nested: Program) -> Program:
@@ -435,16 +434,18 @@ class _Flagged(Interpreter):
         number = self._number(product.scope, product.equation)
         self.evaluated.add(number)
         half = self.flags[number]
-        copies = [_rounded(x, half, self.forward) for x in inputs[:2]]
+        # JAX keeps the rule, which so must not hold `self` with its traced flags.
+        forward, backward = self.forward, self.backward
+        copies = [_rounded(x, half, forward) for x in inputs[:2]]
 
         def term(side: int, *copies: jax.Array) -> jax.Array:
             float32 = side if product.float32_grads[side] else None
-            return _multiply(product, self.backward, float32, *copies)
+            return _multiply(product, backward, float32, *copies)
 
         # Copies are multiplied, and the operands differentiated.
         @jax.custom_jvp
         def run(operands: Arrays, copies: Arrays) -> jax.Array:
-            return _multiply(product, self.forward, None, *copies)
+            return _multiply(product, forward, None, *copies)
 
         def rule(primals: Any, tangents: Any) -> Any:
             terms = functools.partial(sum_of_terms, term)

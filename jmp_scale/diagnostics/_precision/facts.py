@@ -31,7 +31,6 @@ from ..._policy import is_half
 from ..._types import Function
 from .._source import Place
 
-SourceLine = tuple[str | None, int | None]
 DISTINCT_INTEGERS = {"float16": 2048, "bfloat16": 256}
 _MOST_OF_A_MASK = 8
 _NUMBERS = ("float", "bfloat", "int", "uint")
@@ -91,25 +90,12 @@ class Bounds(NamedTuple):
         return Bounds(min(self.low, other.low), max(self.high, other.high))
 
 
-class Growth(NamedTuple):
-    """How an array depends on a variable of a loop around it, such as a carry.
-
-    It is a sum if it is `a * carry + b`, with a number `a` and a `b` that does not
-    depend on the carry.
-    """
-
-    is_sum: bool = False
-    addition: "Equation | None" = None  # the last one of a `b`
-
-    def join(self, other: "Growth") -> "Growth":
-        if self.is_sum and other.is_sum:
-            return Growth(True, self.addition or other.addition)
-        return NOT_A_SUM
-
-
-NOT_A_SUM = Growth()
 _RANGES = dict.fromkeys(["erf", "sign", "sin", "cos"], Bounds(-1.0, 1.0))
 _RANGES["logistic"] = Bounds(0.0, 1.0)
+# How an array depends on a variable of a loop around it, such as a carry. It is a sum
+# if it is `a * carry + b`, with a number `a` and a `b` that does not depend on the
+# carry: then the last addition of a `b`, or (). If it is not a sum, None.
+Growth = tuple["Equation", ...] | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -150,20 +136,13 @@ class Equation(NamedTuple):
         return dtype_name(self.eqn.outvars[0]) if self.eqn.outvars else ""
 
     @property
-    def line(self) -> SourceLine:
-        return self.place()[:2]
+    def casts(self) -> bool:
+        return self.name == "convert_element_type"
 
     @property
     def narrows(self) -> bool:
         """Whether it casts float32 or wider to half precision."""
-        casts = self.name == "convert_element_type"
-        return casts and is_wide(self.source) and is_half(self.result)
-
-    @property
-    def widens(self) -> bool:
-        """Whether it casts half precision to another type."""
-        casts = self.name == "convert_element_type"
-        return casts and is_half(self.source) and not is_half(self.result)
+        return self.casts and is_wide(self.source) and is_half(self.result)
 
     @property
     def taken(self) -> Sequence[Fact]:
@@ -199,17 +178,13 @@ def is_lost(value: float, dtype: str = "float16") -> bool:
 
 def of_type(atom: Atom) -> Fact:
     """Returns the fact of a variable of which only the type is known."""
-    return Fact(_bounds_of_type(atom))
-
-
-def _bounds_of_type(atom: Atom) -> Bounds:
     dtype = dtype_name(atom)
     if dtype == "bool":
-        return Bounds(0.0, 1.0)
+        return Fact(Bounds(0.0, 1.0))
     if is_integer(dtype):
         limits = jnp.iinfo(dtype)
-        return Bounds(float(limits.min), float(limits.max))
-    return Bounds()
+        return Fact(Bounds(float(limits.min), float(limits.max)))
+    return Fact(Bounds())
 
 
 def of_constant(atom: Atom, value: object) -> Fact:
@@ -226,16 +201,15 @@ def of_constant(atom: Atom, value: object) -> Fact:
 
 def join(a: Fact, b: Fact) -> Fact:
     """Returns the fact of an array that is either of two, as of two branches."""
-    growth = {
-        v: a.growth.get(v, NOT_A_SUM).join(b.growth.get(v, NOT_A_SUM))
-        for v in {*a.growth, *b.growth}
-    }
     return Fact(
         bounds=a.bounds.join(b.bounds),
         constant=a.constant or b.constant,
         summed=max(a.summed, b.summed),
         rounded_in=(first_half([a, b]),),
-        growth=growth,
+        growth={
+            v: joined([a.growth.get(v), b.growth.get(v)])
+            for v in {*a.growth, *b.growth}
+        },
     )
 
 
@@ -270,9 +244,11 @@ def _bounds(equation: Equation) -> Bounds:
         known.append(_RANGES[name])
     elif (applied := _applied(equation)) is not None:
         fun, ins = applied
-        ends = _results(fun, out, [_ends(fact.bounds) for fact in ins])
+        # These numbers include the extremes of a function of them.
+        grid = [{*x.bounds, 0.0} if x.bounds.may_be_zero else {*x.bounds} for x in ins]
+        ends = _results(fun, out, grid)
         known += [Bounds(float(ends[0]), float(ends[-1]))] if ends.size else []
-    return functools.reduce(Bounds.join, known) if known else _bounds_of_type(out)
+    return functools.reduce(Bounds.join, known) if known else of_type(out).bounds
 
 
 def _applied(equation: Equation) -> tuple[Function, Sequence[Fact]] | None:
@@ -298,14 +274,9 @@ def _results(
     grid = np.meshgrid(*(np.array([*numbers], float) for numbers in operands))
     with np.errstate(all="ignore"):
         exact = fun(*grid)
-    dtype, limits = dtype_name(out), _bounds_of_type(out)
+    dtype, limits = dtype_name(out), of_type(out).bounds
     found = np.trunc(exact) if is_integer(dtype) else rounded(exact, dtype)
     return np.unique(found[~np.isnan(found)]).clip(limits.low, limits.high)
-
-
-def _ends(x: Bounds) -> set[float]:
-    """Returns numbers that include the extremes of a function of `x`."""
-    return {x.low, x.high, 0.0} if x.may_be_zero else {x.low, x.high}
 
 
 def _image(
@@ -332,24 +303,19 @@ def _constant(equation: Equation, bounds: Bounds) -> float:
     """Returns a constant in the result that float16 loses, or 0."""
     if equation.taken:
         return next((f.constant for f in equation.taken if f.constant), 0.0)
-    number = bounds.single if _applied(equation) else None
-    if number is None:
-        number = _image(equation, lambda x: x.constant or None)
-    return number if number is not None and is_lost(number) else 0.0
+    number = bounds.single or _image(equation, lambda x: x.constant or None) or 0.0
+    return number if is_lost(number) else 0.0
 
 
 def _epsilon(equation: Equation) -> float | None:
     """Returns the constant that was added to another number, or None."""
     if equation.taken:
         return equation.taken[0].epsilon if len(equation.taken) == 1 else None
-    if equation.name in ("add", "max"):
-        first, second = zip(equation.eqn.invars, equation.ins, strict=True)
-        number, _ = second if first[1].bounds.single is None else first
-        start = 0.0 if shape(number) == () else None
-        return _image(equation, lambda x: start if x.epsilon is None else x.epsilon)
     if equation.name == "sqrt" and equation.ins[0].epsilon == 0:
         return None  # reported at the root, and so not at a division by it
-    return _image(equation, lambda x: x.epsilon)
+    adds = equation.name in ("add", "max") and () in map(shape, equation.eqn.invars)
+    start = 0.0 if adds else None
+    return _image(equation, lambda x: start if x.epsilon is None else x.epsilon)
 
 
 def _summed(equation: Equation) -> float:
@@ -377,27 +343,20 @@ def summed_in_half(x: Fact, y: Fact) -> float:
 
 def _rounded_in(equation: Equation, bounds: Bounds) -> tuple[str, ...]:
     """Returns the half dtypes in which floats were held that became these numbers."""
-    name, ins, halves = equation.name, equation.ins, ("",)
-    if equation.widens:
+    eqn, name, ins, halves = equation.eqn, equation.name, equation.ins, ("",)
+    last = len(shape(eqn.outvars[0])) - 1
+    if equation.casts and is_half(equation.source) and not is_half(equation.result):
         halves = (equation.source,)
-    elif _joins_columns(equation.eqn):
-        halves = tuple(first_half([fact]) for fact in ins)
+    elif name == "concatenate" and eqn.params["dimension"] == last:
+        halves = tuple(first_half([fact]) for fact in ins)  # indices of several axes
     elif name in SAME_ENTRIES:
         halves = ins[0].rounded_in  # not those of the indices of a gather
     elif name in _ROUNDS or is_integer(equation.result):
         halves = (first_half(ins),)
-    return tuple(_unless_exact(half, bounds) for half in halves)
-
-
-def _unless_exact(half: str, bounds: Bounds) -> str:
-    """Returns "" for a dtype that represents all integers in these bounds."""
-    return half if bounds.magnitude > DISTINCT_INTEGERS.get(half, 0) else ""
-
-
-def _joins_columns(eqn: JaxprEqn) -> bool:
-    """Whether it joins arrays along the last axis, such as indices of several axes."""
-    last = len(shape(eqn.outvars[0])) - 1
-    return name_of(eqn) == "concatenate" and eqn.params["dimension"] == last
+    # A dtype represents all integers up to its limit.
+    limits = (DISTINCT_INTEGERS.get(half, 0) for half in halves)
+    pairs = zip(halves, limits, strict=True)
+    return tuple(half if bounds.magnitude > limit else "" for half, limit in pairs)
 
 
 def first_half(facts: Iterable[Fact]) -> str:
@@ -406,20 +365,22 @@ def first_half(facts: Iterable[Fact]) -> str:
 
 
 def _growth(equation: Equation) -> dict[Var, Growth]:
-    """Returns how the result depends on each variable of the loops around."""
-    variables = dict.fromkeys(v for fact in equation.ins for v in fact.growth)
-    return {v: _growth_with(equation, v) for v in variables}
+    """Returns on which variables of the loops around the result depends as a sum."""
+    pairs, growth = [*zip(equation.eqn.invars, equation.ins, strict=True)], {}
+    for v in dict.fromkeys(v for fact in equation.ins for v in fact.growth):
+        parts = [fact.growth[v] for fact in equation.ins if v in fact.growth]
+        others = [(atom, fact) for atom, fact in pairs if v not in fact.growth]
+        if _is_linear(equation, others):
+            is_addition = others and equation.name in _ADDITIONS
+            found = joined(parts)
+            growth[v] = (equation,) if is_addition and found is not None else found
+    return growth
 
 
-def _growth_with(equation: Equation, v: Var) -> Growth:
-    pairs = [*zip(equation.eqn.invars, equation.ins, strict=True)]
-    parts = [fact.growth[v] for _, fact in pairs if v in fact.growth]
-    others = [(atom, fact) for atom, fact in pairs if v not in fact.growth]
-    grown = functools.reduce(Growth.join, parts)
-    if not (grown.is_sum and _is_linear(equation, others)):
-        return NOT_A_SUM
-    is_addition = others and equation.name in _ADDITIONS
-    return Growth(True, equation) if is_addition else grown
+def joined(parts: Iterable[Growth]) -> Growth:
+    """Returns how what consists of these parts depends on a variable."""
+    found = [*parts]
+    return None if None in found else next(filter(None, found), ())
 
 
 def _is_linear(equation: Equation, others: Sequence[tuple[Atom, Fact]]) -> bool:

@@ -19,7 +19,7 @@ from .._backward import Loss
 from .._findings import LEVELS, Finding, are_notes, summary_of
 from .._source import Place, begin_user_code, place_of_caller, place_of_function
 from .._tables import printed, table
-from .facts import Equation, SourceLine, flops, is_narrow, operand_dtypes
+from .facts import Equation, flops, is_narrow, operand_dtypes
 from .rules import BACKWARD, LARGEST, found_at, full_matmuls
 from .walk import Walk
 
@@ -133,23 +133,32 @@ def precision_report(
         program, output = _trace(checked_fun, args)
         differentiated, pair = _trace(checked.transform(checked_fun, **keywords), args)
     gradients = pair[1] if isinstance(pair, tuple) and len(pair) == 2 else None
-    forward = Walk(program, caller, zero)
-    backward = Walk(differentiated, caller, zero, differentiated=True)
+    lost = {place.where for place in zero}
+    forward = Walk(program, caller, lost)
+    backward = Walk(differentiated, caller, lost, differentiated=True)
     operations = _operations(backward.operations)
     keeps_digits = find_half_storage((args, opt_state))
     place = place_of_function(fun, caller)
+    # Python numbers have no dtype.
+    dtype = str(getattr(output[0] if has_aux else output, "dtype", ""))
+    half_loss = [found_at("half-loss", place, dtype=dtype)] if is_half(dtype) else []
     found = [
         *(() if keeps_digits else _half_parameters(gradients, place)),
         *_overflowing_constants(forward, infinite),
         *forward.found,
-        *_half_loss(output[0] if has_aux else output, place),
+        *half_loss,
         *backward.found,
         # autocast left products in float32 on purpose, so the user need not cast them.
         *(() if forward.autocasts else full_matmuls(backward.operations)),
     ]
     findings = tuple(_one_per_line(found))
     share = sum(row.share for row in operations if is_narrow(row.dtype))
-    return PrecisionReport(findings, operations, share, _not_looked_into(forward))
+    unread = [
+        (e.name, e.place().where or "an unknown line")
+        for e in forward.unread
+        if "debug" not in e.name
+    ]
+    return PrecisionReport(findings, operations, share, tuple(dict.fromkeys(unread)))
 
 
 def _trace(fun: Function, args: tuple[PyTree, ...]) -> tuple[ClosedProgram, PyTree]:
@@ -164,12 +173,12 @@ def _trace(fun: Function, args: tuple[PyTree, ...]) -> tuple[ClosedProgram, PyTr
 
 
 @contextlib.contextmanager
-def _noting_lost_constants() -> Iterator[tuple[list[SourceLine], list[SourceLine]]]:
+def _noting_lost_constants() -> Iterator[tuple[list[Place], list[Place]]]:
     """Records the lines at which NumPy casts a constant to infinity, or to 0."""
-    lines: dict[str, list[SourceLine]] = {"overflow": [], "underflow": []}
+    lines: dict[str, list[Place]] = {"overflow": [], "underflow": []}
 
     def note(kind: str, flag: int) -> None:
-        lines[kind].append(place_of_caller()[:2])
+        lines[kind].append(place_of_caller())
 
     # NumPy would not cast anything for a trace in JAX's cache. With metadata of their
     # own these traces are new, and no compiled program shares them.
@@ -190,27 +199,16 @@ def _half_parameters(gradients: PyTree, place: Place) -> Iterator[Finding]:
         yield found_at("half-parameters", place, **names)
 
 
-def _half_loss(loss: PyTree, place: Place) -> Iterator[Finding]:
-    dtype = str(getattr(loss, "dtype", ""))  # Python numbers have no dtype
-    if is_half(dtype):
-        yield found_at("half-loss", place, dtype=dtype)
-
-
-def _overflowing_constants(forward: Walk, lines: list[SourceLine]) -> Iterator[Finding]:
+def _overflowing_constants(forward: Walk, places: list[Place]) -> Iterator[Finding]:
     """Finds constants that were already infinite when they entered the trace."""
     # The trace says where such a constant is used, if at all, not where it is created.
     for dtype in sorted(forward.infinite):
         names = {"what": "A constant", "held": "infinite", "dtype": dtype}
-        for line in filter(any, lines):
-            cure = LARGEST.format(dtype)
-            yield found_at("half-constant", Place(*line), cure=cure, **names)
-
-
-def _not_looked_into(forward: Walk) -> tuple[tuple[str, str], ...]:
-    """Returns names and lines of operations whose inside is not known."""
-    unread = [e for e in forward.unread if "debug" not in e.name]
-    pairs = [(e.name, e.place().where or "an unknown line") for e in unread]
-    return tuple(dict.fromkeys(pairs))
+        for place in places:
+            if place.file:
+                yield found_at(
+                    "half-constant", place, cure=LARGEST.format(dtype), **names
+                )
 
 
 def _operations(equations: Iterable[Equation]) -> tuple[Operation, ...]:

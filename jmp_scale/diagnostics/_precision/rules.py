@@ -15,7 +15,7 @@ from ..._policy import is_half
 from .._findings import Finding, Rule, error_rule, finding, warning_rule
 from .._source import Place
 from . import facts
-from .facts import Equation, Fact, Growth
+from .facts import Equation, Growth
 
 # {library} is the line of a library, in parentheses.
 RULES = {
@@ -158,25 +158,22 @@ def _half_collective(equation: Equation) -> Iterator[Values]:
 
 
 def _half_integers(equation: Equation) -> Iterator[Values]:
-    if equation.name not in ("iota", "convert_element_type"):
-        yield from _half_indices(equation)
-        return
-    (fact,) = equation.ins or facts.transfer(equation)
-    most, limit = fact.bounds.magnitude, facts.DISTINCT_INTEGERS.get(equation.result)
-    if limit is None or fact.bounds.single is not None:
-        return
-    # The points of linspace are not integers.
-    counts = fact.maker == "iota" and "linspace" not in equation.place().calls
-    if limit < most < _UNKNOWN_EXTENT and (counts or facts.is_integer(equation.source)):
-        yield {"what": f"Integers up to {most:,.0f} are cast to", "limit": limit}
-
-
-def _half_indices(equation: Equation) -> Iterator[Values]:
     for dtype, entries in _indexed(equation):
         limit = facts.DISTINCT_INTEGERS.get(dtype, math.inf)
         if limit < entries:
             what = f"Indices among {entries:,} entries were"
             yield {"what": what, "dtype": dtype, "limit": limit}
+    limit = facts.DISTINCT_INTEGERS.get(equation.result)
+    if limit is None or not (equation.casts or equation.name == "iota"):
+        return
+    (fact,) = equation.ins or facts.transfer(equation)
+    # The points of linspace are not integers.
+    counts = fact.maker == "iota" and "linspace" not in equation.place().calls
+    is_known = limit < fact.bounds.magnitude < _UNKNOWN_EXTENT
+    is_integer = counts or facts.is_integer(equation.source)
+    if is_known and is_integer and fact.bounds.single is None:
+        what = f"Integers up to {fact.bounds.magnitude:,.0f} are cast to"
+        yield {"what": what, "limit": limit}
 
 
 def _indexed(equation: Equation) -> Iterator[tuple[str, int]]:
@@ -192,18 +189,12 @@ def _indexed(equation: Equation) -> Iterator[tuple[str, int]]:
             halves, sizes = (facts.first_half(ins[1:2]),), [min(sizes)]
         yield from zip(halves, sizes, strict=True)
     elif name in _FIRST_INDEX:
-        indices = ins[_FIRST_INDEX[name] :]
-        halves = [facts.first_half([index]) for index in indices]
+        halves = [facts.first_half([fact]) for fact in ins[_FIRST_INDEX[name] :]]
         yield from zip(halves, shape(eqn.invars[0]), strict=True)
     elif name in _COMPARISONS:
-        yield from _compared_with_a_count(*ins)
-
-
-def _compared_with_a_count(x: Fact, y: Fact) -> Iterator[tuple[str, int]]:
-    """Yields the same of a comparison with a count, as in `jax.nn.one_hot`."""
-    for index, count in ((x, y), (y, x)):
-        if count.maker == "iota" and count.bounds.magnitude < _UNKNOWN_EXTENT:
-            yield facts.first_half([index]), int(count.bounds.high) + 1
+        for index, count in (ins, ins[::-1]):  # as in `jax.nn.one_hot`
+            if count.maker == "iota" and count.bounds.magnitude < _UNKNOWN_EXTENT:
+                yield facts.first_half([index]), int(count.bounds.high) + 1
 
 
 def _half_square(equation: Equation) -> Iterator[Values]:
@@ -246,7 +237,7 @@ def _is_safe(place: Place) -> bool:
 
 def _half_constant(equation: Equation) -> Iterator[Values]:
     dtype = equation.result
-    if equation.name != "convert_element_type" or not is_half(dtype):
+    if not equation.casts or not is_half(dtype):
         return
     constant = equation.ins[0].constant
     if facts.is_lost(constant, dtype):
@@ -286,19 +277,17 @@ def half_carry(
     # In the backward pass carries are gradients of values that all iterations share.
     least, dtype = _LONG_BACKWARD_LOOP if backward else 2, dtype_name(carry)
     is_short = loop.trips is not None and loop.trips < least  # None: a while loop
-    if is_short or growth.addition is None or not is_half(dtype):
-        return
-    cure = _SHARED if backward else "Keep the carry in float32, and add float32 values."
-    yield _found(growth.addition, "half-carry", dtype=dtype, cure=cure)
+    if not is_short and growth and is_half(dtype):
+        cure = "Keep the carry in float32, and add float32 values."
+        cure = _SHARED if backward else cure
+        yield _found(growth[0], "half-carry", dtype=dtype, cure=cure)
 
 
 def full_matmuls(equations: Iterable[Equation]) -> Iterator[Finding]:
     """Finds products in float32 while others are half precision."""
-    products = [equation for equation in equations if facts.flops(equation.eqn)]
-    dtypes = [facts.operand_dtypes(equation.eqn) for equation in products]
-    are_narrow = [*map(facts.is_narrow, dtypes)]
-    for equation, dtype, is_narrow in zip(products, dtypes, are_narrow, strict=True):
+    pairs = [(e, facts.operand_dtypes(e.eqn)) for e in equations if facts.flops(e.eqn)]
+    wide = [(e, dtype) for e, dtype in pairs if not facts.is_narrow(dtype)]
+    for equation, dtype in wide if len(wide) < len(pairs) else ():
         # A solve, or its derivative, needs the precision.
-        needs = stays_float32(equation.eqn) or is_narrow or not any(are_narrow)
-        if not (needs or equation.place().in_linalg):
+        if not (stays_float32(equation.eqn) or equation.place().in_linalg):
             yield _found(equation, "full-matmul", dtype=dtype)

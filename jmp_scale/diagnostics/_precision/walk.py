@@ -15,7 +15,7 @@ from ..._types import PyTree
 from .._findings import Finding
 from .._source import Place, place_of
 from . import facts
-from .facts import NOT_A_SUM, Equation, Fact, Growth, SourceLine
+from .facts import Equation, Fact
 from .rules import findings_of, half_carry
 
 # These primitives have a jaxpr of scalars that combines two elements.
@@ -34,7 +34,7 @@ class Walk:
         self,
         program: _jaxpr.ClosedProgram,
         caller: Place,
-        lost: list[SourceLine],
+        lost: set[str],
         differentiated: bool = False,
     ):
         self.found: list[Finding] = []
@@ -63,7 +63,7 @@ class Walk:
 
         for eqn in inner.eqns:
             ins = [fact_of(atom) for atom in eqn.invars]
-            read = dict.fromkeys((v for fact in ins for v in fact.growth), NOT_A_SUM)
+            read = dict.fromkeys(v for fact in ins for v in fact.growth)
             outs = self._pass(eqn, ins, outer)
             for variable, out in zip(eqn.outvars, outs, strict=True):
                 known[variable] = replace(out, growth={**read, **out.growth})
@@ -107,7 +107,7 @@ class Walk:
         begins = all(fact.epsilon is None for fact in equation.ins)
         is_usual = begins and any(fact.bounds.single == 0 for fact in firsts)
         # The place is found last, because finding it for all would take minutes.
-        return is_usual and equation.line not in self._lost
+        return is_usual and equation.place().where not in self._lost
 
     def _nested(self, equation: Equation, programs: list[Program]) -> list[Fact]:
         eqn, name = equation.eqn, equation.name
@@ -128,16 +128,12 @@ class Walk:
         end = loop.consts + loop.carry
         scanned = zip(ins[end:], bare(loop.body).invars[end:], strict=True)
         # Facts about the first carry (a zero) do not hold in other iterations.
-        starts = [
-            replace(facts.of_type(v), growth={v: Growth(True)}) for v in loop.carries
-        ]
-        slices = [
-            replace(fact, growth={**fact.growth, v: NOT_A_SUM}) for fact, v in scanned
-        ]
+        starts = [replace(facts.of_type(v), growth={v: ()}) for v in loop.carries]
+        slices = [replace(fact, growth={**fact.growth, v: None}) for fact, v in scanned]
         outs = self._run(loop.body, [*ins[: loop.consts], *starts, *slices], equation)
         if equation.backward or not self._differentiated:
             for carry, out in zip(loop.carries, outs, strict=False):
-                growth = out.growth.get(carry, NOT_A_SUM)
+                growth = out.growth.get(carry)
                 self.found.extend(half_carry(carry, growth, loop, equation.backward))
         ends = [facts.join(a, b) for a, b in zip(starts, outs, strict=False)]
         return [replace(fact, growth={}) for fact in [*ends, *outs[loop.carry :]]]

@@ -28,7 +28,7 @@ TESTED_BY = {
     "_autocast.higher_order": ("autocast/test_autocast_loops", "loops run as they did"),
     "_autocast.values": ("autocast/test_types_first", "sums are those of programs"),
     "_cpu": ("test_machine", "the command says what the processor has"),
-    "_types": ("test_checkers", "programs of pages have the types of functions"),
+    "_types": ("test_docs", "programs of pages have the types of functions"),
     "_pytree": ("scaling/test_loss_scale", "fields are those of loss scales"),
     "_state": ("scaling/test_transform", "a state is what the transformation returns"),
     "__main__": ("test_machine", "a command prints what is measured"),

@@ -2,12 +2,14 @@
 
 import ast
 import contextlib
-import importlib
+import importlib.util
 import io
 import json
 import math
 import pathlib
 import re
+import subprocess
+import sys
 import tempfile
 
 import jax
@@ -16,6 +18,7 @@ import numpy as np
 import optax
 import orbax.checkpoint
 import pytest
+from helpers import assert_bitwise_equal, by_name
 from jax.sharding import PartitionSpec as P
 
 import jmp_scale
@@ -24,20 +27,15 @@ from jmp_scale.diagnostics._precision import comparison, sensitivity
 from jmp_scale.diagnostics._precision import rules as rules_of_precision
 from jmp_scale.diagnostics._run import diagnosis, health, step_rules
 
+pytestmark = pytest.mark.usefixtures("ranks_promote")
+
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = {
-    str(page.relative_to(ROOT)): page
-    for page in sorted(DOCS.rglob("*.md"))
-    if "node_modules" not in page.parts
+TEXTS = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for pattern in ("*.md", "[!.]*/*.md", "docs/*/*.md")
+    for path in sorted(ROOT.glob(pattern))
 }
-TEXTS = {name: page.read_text() for name, page in PAGES.items()}
-OTHERS = ROOT.glob("[!.]*/*.md"), ROOT.glob("*.md")
-FILES = {
-    str(path.relative_to(ROOT)): path for paths in OTHERS for path in paths
-} | PAGES
-# Run by tests of their own.
-OWN = {f"docs/{name}.md" for name in ("accumulate", "checkpoints", "flax")}
 FENCE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 # A block of Python, and what it prints, which the page shows. What is `.about` so much
 # depends on the machine.
@@ -47,13 +45,20 @@ PYTHON = re.compile(
 )
 COMMENT = re.compile(r"^ *print\(.*\)  # (.+)$", re.MULTILINE)
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?")
-LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+LINK = re.compile(r"!?\[[^\]]*\]\((?!https?://)([^)\s]+)\)")
+# What the site alone knows: admonitions, attributes, included files, metadata.
+OF_THE_SITE = re.compile(
+    r"^ *(!!!|\?\?\?)|\{ ?([.#:]|width|align)|--8<--|\A---", re.MULTILINE
+)
 DOORS = ("diagnostics", "plotting", "linen", "nnx", "checkpoints", "presets")
 MODULES = ("jmp_scale", *(f"jmp_scale.{name}" for name in DOORS))
 
-
+# Main programs, which also pass the checkers of JAX.
+CHECKED = {"README.md"}
+CHECKED |= {f"docs/{name}.md" for name in ("flax", "devices", "half-parameters")}
 # What `check_step` is given after the block that defines a step.
 STEPS = {
+    "README.md": {"train_step": "train_step, params, tx.init(params), x"},
     "docs/quickstart.md": {
         "train_step": "train_step, params, tx.init(params), x",
         "eqx_step": "eqx_step, model, opt_state, x",
@@ -96,6 +101,11 @@ def headings(text):
     return re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE)
 
 
+def entries(text):
+    """Names that a page of the reference documents."""
+    return re.findall(r"^::: (\S+)$", text, re.MULTILINE)
+
+
 def anchors(text):
     """The anchors that the repository's host makes of headings, as the site does."""
     shown = [re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", h) for h in headings(text)]
@@ -103,8 +113,7 @@ def anchors(text):
 
 
 def test_every_public_name_is_on_exactly_one_page_of_the_reference():
-    pages = [text for page, text in TEXTS.items() if page.startswith("docs/api/")]
-    documented = re.findall(r"^::: (\S+)$", "\n".join(pages), re.MULTILINE)
+    documented = [name for text in TEXTS.values() for name in entries(text)]
     wanted = {name for module in MODULES for name in public_names(module)}
     assert sorted(documented) == sorted(wanted)
 
@@ -118,32 +127,36 @@ def run(page):
     for match in PYTHON.finditer(text):
         run_sentences(text[end : match.start()], namespace)
         end = match.end()
-        line = text[: match.start(1)].count("\n")
         code, kind, shown = match.groups()
-        source = "\n" * line + code  # so that a traceback names the page's line
-        printed = io.StringIO()
-        with jax.numpy_rank_promotion("allow"):  # as in a reader's program
-            with contextlib.redirect_stdout(printed):
-                exec(compile(source, page, "exec"), namespace)
-            printed = printed.getvalue().replace(page, "model.py")
-            shown = shown or "\n".join(COMMENT.findall(code))
-            if "about" in (kind or ""):
-                assert printed.count("\n") == shown.count("\n")
-            else:
-                assert_prints(printed, shown)
-            for name, call in STEPS.get(page, {}).items():
-                if f"def {name}(" in code:
-                    check_step_of(page, call, namespace)
+        # So that a traceback names the page's line.
+        source = "\n" * text[: match.start(1)].count("\n") + code
+        execute = checked(exec) if page in CHECKED else exec
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            execute(compile(source, page, "exec"), namespace)
+        printed = out.getvalue().replace(page, "model.py")
+        shown = shown or "\n".join(COMMENT.findall(code))
+        if "about" in (kind or ""):
+            assert printed.count("\n") == shown.count("\n")
+        else:
+            assert_prints(printed, shown)
+        for name, arguments in STEPS.get(page, {}).items():
+            if f"def {name}(" in code:  # steps that readers copy are right
+                found = check_step(*eval(arguments, namespace))
+                assert found.ok, f"{page}: {found}"
     run_sentences(text[end:], namespace)
     return namespace
+
+
+def checked(fun):
+    """Under the checkers of JAX."""
+    return jax.checking_leaks()(jax.debug_key_reuse(True)(fun))
 
 
 def run_sentences(text, names):
     """Runs calls of this library in a text's code spans, with the page's own names."""
     for span in re.findall(r"`([^`\n]+\))`", FENCE.sub("", text)):
         if "..." not in span and calls_own(span, names):
-            with jax.numpy_rank_promotion("allow"):
-                eval(span, dict(names))
+            eval(span, dict(names))
 
 
 def calls_own(span, names):
@@ -161,8 +174,8 @@ def calls_own(span, names):
 
 def assert_prints(printed, shown):
     """The words are equal, and numbers nearly: some CPUs round elsewhere."""
-    texts = [NUMBER.sub("#", text).split() for text in (printed, shown)]
-    assert texts[0] == texts[1], printed
+    words, words_shown = (NUMBER.sub("#", text).split() for text in (printed, shown))
+    assert words == words_shown, printed
     numbers = [
         [float(number.replace(",", "")) for number in NUMBER.findall(text)]
         for text in (printed, shown)
@@ -171,17 +184,12 @@ def assert_prints(printed, shown):
         assert math.isclose(a, b, rel_tol=0.1, abs_tol=3 if b == int(b) else 0), printed
 
 
-def check_step_of(page, call, namespace):
-    """Steps that readers copy are right."""
-    found = eval(f"check_step({call})", {**namespace, "check_step": check_step})
-    assert found.ok, f"{page}: {found}"
+PAGES = {name for name, text in TEXTS.items() if PYTHON.search(text)}
+# Run by tests of their own.
+OWN = {f"docs/{name}.md" for name in ("accumulate", "checkpoints", "flax")}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "page",
-    [name for name, text in TEXTS.items() if PYTHON.search(text) and name not in OWN],
-)
+@pytest.mark.parametrize("page", by_name(["README.md"], sorted(PAGES - OWN)))
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run(page)
@@ -230,8 +238,7 @@ def test_the_page_on_checkpoints_resumes_bit_for_bit_and_restores_old_states():
     assert resumed.step == resumed.loss_scale.counter == 5
     page["ocp"] = orbax.checkpoint  # later blocks give the name to Orbax's v1
     at_once = page["train_linen"](tempfile.mkdtemp(), steps=5)
-    for a, b in zip(jax.tree.leaves(resumed), jax.tree.leaves(at_once), strict=True):
-        assert (a == b).all()
+    assert_bitwise_equal(jax.tree.leaves(resumed), jax.tree.leaves(at_once))
 
 
 @pytest.mark.slow
@@ -244,15 +251,11 @@ def test_the_page_on_flax_trains_in_bfloat16_with_an_optimizer_of_flax_alone():
     assert (page["state"].batch_stats["BatchNorm_0"]["mean"] != 0).any()
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", TEXTS)
 def test_links_and_images_of_a_page_resolve(name):
-    page = FILES[name]
-    text = FENCE.sub("", page.read_text())
-    for link in LINK.findall(text):
-        if re.match(r"https?://", link):
-            continue
+    for link in LINK.findall(FENCE.sub("", TEXTS[name])):
         target, _, anchor = link.partition("#")
-        path = (page.parent / target).resolve() if target else page
+        path = (ROOT / name).parent / target if target else ROOT / name
         assert path.exists(), link
         if anchor:
             assert anchors(path.read_text()).count(anchor) == 1, link
@@ -265,34 +268,28 @@ def test_search_words_and_the_answers_of_questions_name_sections_that_there_are(
     for place in {*words, *answers}:
         page, _, anchor = place.partition("#")
         text = TEXTS[f"docs/{page.removesuffix('.md')}.md"]
-        entries = [*anchors(text), *re.findall(r"^::: (\S+)$", text, re.MULTILINE)]
-        known = not anchor or any(entry.startswith(anchor) for entry in entries)
+        names = anchors(text) + entries(text)
+        known = not anchor or any(name.startswith(anchor) for name in names)
         assert known or page in ("notebook", "stability"), place  # which show others
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", TEXTS)
 def test_a_page_reads_well_where_only_plain_markdown_is_known(name):
-    text = FENCE.sub("", FILES[name].read_text())
-    for attribute in (r"^ *(!!!|\?\?\?)", r"\{ ?[.#:]|\{ ?width|\{ ?align", "--8<--"):
-        assert not re.search(attribute, text, re.MULTILINE)
-    assert not re.match("---", text)  # metadata, which the host shows as a table
+    text = FENCE.sub("", TEXTS[name])
+    assert not OF_THE_SITE.search(text)
     assert ":::" not in re.sub("<!--.*?-->", "", text, flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", TEXTS)
 def test_an_empty_line_ends_each_body_as_pythons_own_prompt_needs(name):
-    for code, *_ in PYTHON.findall(FILES[name].read_text()):
+    for code, *_ in PYTHON.findall(TEXTS[name]):
         lines = [*code.splitlines(), ""]
         bodies = [node for node in ast.parse(code).body if hasattr(node, "body")]
         assert [lines[node.end_lineno] for node in bodies] == [""] * len(bodies)
 
 
-def test_every_page_is_in_the_navigation_and_every_example_on_its_page():
-    navigation = (ROOT / "mkdocs.yml").read_text()
-    missing = [page for page in TEXTS if page.removeprefix("docs/") not in navigation]
-    assert not missing
-    folder = ROOT / "examples"
-    scripts = {path.name for path in folder.glob("[!_]*.py")}
+def test_every_example_is_on_its_page():
+    scripts = {path.name for path in ROOT.glob("examples/[!_]*.py")}
     page = TEXTS["docs/examples.md"]
     assert set(re.findall(r"`(\w+\.py)`", page)) == scripts
     assert {*re.findall(r"^\[The program\]\(.*/(.*)\)$", page, re.M)} == scripts
@@ -301,10 +298,9 @@ def test_every_page_is_in_the_navigation_and_every_example_on_its_page():
 def test_every_rule_of_every_table_has_its_section():
     """Of `precision_report` on its page, of all others on that of troubles."""
     tables = comparison, sensitivity, diagnosis, health, step_rules
-    rules = {rule for module in tables for rule in module.RULES}
-    named = [
-        name for h in headings(TEXTS["docs/troubleshoot.md"]) for name in h.split(", ")
-    ]
+    titles = headings(TEXTS["docs/troubleshoot.md"])
+    named = [name for title in titles for name in title.split(", ")]
+    rules = {rule for table in tables for rule in table.RULES}
     assert {rule: named.count(rule) for rule in rules} == dict.fromkeys(rules, 1)
 
 
@@ -334,5 +330,34 @@ def test_changelog_and_citation_know_the_version():
     version = jmp_scale.__version__
     date = "unreleased" if ".dev" in version else r"\d{4}-\d\d-\d\d"
     heading = rf"^## {re.escape(version.partition('.dev')[0])} \({date}\)$"
-    assert re.search(heading, (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert re.search(heading, TEXTS["CHANGELOG.md"], re.MULTILINE)
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+# How each page's programs go on.
+USES = {
+    "README.md": """
+print(opt_state.loss_scale, opt_state.applied, opt_state.skipped)
+print(optax.chain(tx, optax.identity()))
+""",
+    "docs/flax.md": """
+print(state.loss_scale, state.opt_state.applied, state.step)
+print(scaled_optimizer.loss_scale, scaled_optimizer.step)
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("pyright"), reason="no pyright")
+def test_the_programs_of_pages_have_no_type_errors(tmp_path, monkeypatch):
+    for i, (page, uses) in enumerate(USES.items()):
+        program = "\n".join(code for code, *_ in PYTHON.findall(TEXTS[page]))
+        (tmp_path / f"page{i}.py").write_text(program + uses)
+    configuration = {"extraPaths": [str(ROOT)], "typeCheckingMode": "basic"}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(configuration))
+    monkeypatch.setenv("PYRIGHT_PYTHON_IGNORE_WARNINGS", "1")
+    command = f"{sys.executable} -m pyright -p {tmp_path} --pythonpath {sys.executable}"
+    run = subprocess.run(command.split(), capture_output=True, text=True, timeout=300)
+    if run.returncode not in (0, 1):
+        pytest.skip(f"pyright does not run here: {run.stderr.strip()[-200:]}")
+    assert run.returncode == 0, run.stdout

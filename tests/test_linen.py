@@ -14,6 +14,7 @@ import optax
 import pytest
 from flax.training import train_state
 from helpers import GOOD, GUARD, TX, assert_bitwise_equal, count_traces, data, each_skip
+from optimizers import SGD
 
 import jmp_scale
 from jmp_scale.linen import TrainState
@@ -37,23 +38,14 @@ class NetState(TrainState):
     ema: Any
 
 
-@functools.cache
-def variables():
-    return jax.jit(NET.init)(
-        {"params": jax.random.key(0), "dropout": jax.random.key(0)}, data(1.0)
-    )
+def make_state(tx):
+    keys = dict.fromkeys(("params", "dropout"), jax.random.key(0))
+    fields = jax.jit(NET.init)(keys, data(1.0))
+    return NetState.create(apply_fn=NET.apply, tx=tx, ema=fields["params"], **fields)
 
 
-def make_state(tx=TX):
-    params, batch_stats = variables()["params"], variables()["batch_stats"]
-    params, batch_stats = jax.tree.map(jnp.copy, (params, batch_stats))
-    fields = {"params": params, "ema": params, "batch_stats": batch_stats}
-    return NetState.create(apply_fn=NET.apply, tx=tx, **fields)
-
-
-def simple_state(params=None, tx=None, cls=TrainState, **kwargs):
-    params = {"w": jnp.ones(2)} if params is None else params
-    return cls.create(apply_fn=None, params=params, tx=tx or optax.sgd(0.1), **kwargs)
+def simple_state(params, tx=SGD, cls=TrainState, **kwargs):
+    return cls.create(apply_fn=None, params={"w": params}, tx=tx, **kwargs)
 
 
 def train_step(state, x, key, with_value=False):
@@ -66,9 +58,7 @@ def train_step(state, x, key, with_value=False):
     (loss, updates), grads = state.value_and_grad(loss_fn, has_aux=True)(state.params)
     ema = optax.incremental_update(state.params, state.ema, 0.1)
     value = loss if with_value else None
-    return state.apply_gradients(
-        grads=grads, value=value, batch_stats=updates["batch_stats"], ema=ema
-    ), loss
+    return state.apply_gradients(grads=grads, value=value, ema=ema, **updates), loss
 
 
 def kept(state):
@@ -102,10 +92,9 @@ def test_without_a_loss_scale_it_trains_as_flax_does():
     def loss_fn(params):
         return ((params["w"] - 3.0) ** 2).sum()
 
-    params, tx = {"w": jnp.arange(4.0)}, optax.sgd(0.1, momentum=0.9)
-    ours, flaxs = (
-        simple_state(params, tx, cls) for cls in (TrainState, train_state.TrainState)
-    )
+    params, tx = jnp.arange(4.0), optax.sgd(0.1, momentum=0.9)
+    ours = simple_state(params, tx)
+    flaxs = simple_state(params, tx, train_state.TrainState)
     for _ in range(2):
         ours = ours.apply_gradients(grads=ours.value_and_grad(loss_fn)(ours.params)[1])
         flaxs = flaxs.apply_gradients(grads=jax.grad(loss_fn)(flaxs.params))
@@ -116,7 +105,7 @@ def test_without_a_loss_scale_it_trains_as_flax_does():
 def test_a_second_loss_scale_is_refused():
     twice = r"TrainState.create: .* in one place, got loss_scale=.*already wrapped in"
     with pytest.raises(ValueError, match=twice):
-        simple_state(tx=TX, loss_scale=jmp_scale.DynamicLossScale())
+        simple_state(jnp.ones(2), TX, loss_scale=jmp_scale.DynamicLossScale())
 
 
 class State(TrainState):
@@ -125,27 +114,25 @@ class State(TrainState):
     name: Any = flax.struct.field(pytree_node=False, default=None)
 
 
+STATE = simple_state(jnp.ones(2), cls=State, stats=jnp.zeros(2))
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"stats": {}}, "stats|xpected"),
-        ({"stats": jnp.zeros(2, jnp.float16)}, "'stats'.*float16"),
-    ],
+    ("stats", "message"),
+    [({}, "stats|xpected"), (jnp.zeros(2, jnp.float16), "'stats'.*float16")],
 )
-def test_a_change_that_is_not_like_its_field_is_refused(change, message):
-    state = simple_state(cls=State, stats=jnp.zeros(2))
+def test_a_change_that_is_not_like_its_field_is_refused(stats, message):
     with pytest.raises(ValueError, match=message):
-        state.apply_gradients(grads=state.params, **change)
+        STATE.apply_gradients(grads=STATE.params, stats=stats)
 
 
 def test_static_fields_are_replaced_as_they_are_also_on_a_skipped_step():
-    state = simple_state(cls=State, stats=jnp.zeros(2))
-
     @jax.jit
     def step(state, g):
         changes = {"epoch": state.epoch + 1, "name": "run", "stats": state.stats + 1}
         return state.apply_gradients(grads={"w": jnp.full(2, g)}, **changes)
 
+    state = STATE
     for epoch, g in ((1, 1.0), (2, jnp.nan)):
         state = step(state, g)
         found = state.epoch, state.name, state.stats.tolist()
@@ -157,9 +144,9 @@ def float8_state():
     model = nn.Dense(4, dot_general_cls=nn.Fp8DirectDotGeneralOp)
     params = model.init(jax.random.key(0), jnp.ones((8, 16)))
     params |= {"constants": {"c": jnp.ones(2)}}
-    made = {"apply_fn": model.apply, "params": params, "tx": optax.sgd(1e-3)}
     loss_scale = jmp_scale.DynamicLossScale(2.0**10)
-    return TrainState.create(**made, loss_scale=loss_scale, guard=GUARD)
+    tx = jmp_scale.with_loss_scale(optax.sgd(1e-3), loss_scale, guard=GUARD)
+    return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
 
 @jax.jit

@@ -245,8 +245,10 @@ checkpoints.restore("path", STATE)
     restore: expected a function, got a str; write restore\(lambda template
 checkpoints.restore(STATE, lambda template: template)
     restore: expected a function, .*; write restore\(lambda template
-jmp_scale.nnx.Optimizer(optax.adam(0.1), NETWORK)
+jmp_scale.nnx.Optimizer(ADAM, NETWORK)
     inner to be an optax.GradientTransformation, got a Linear; pass the optimizer
+jmp_scale.nnx.Optimizer(NETWORK, ADAM).update(nnx.state(NETWORK), {"a": [NETWORK]})
+    expected the model before its gradients, got State and dict; write optimizer.up
 with_loss_scale(SGD, 8.0)
     with_loss_scale: expected a loss scale, got 8.0
 step(value=PARAMS)

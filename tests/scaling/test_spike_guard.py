@@ -289,6 +289,7 @@ def test_skips_are_counted_by_cause():
     ):
         state = steps_with(TX, state, times(factor), value, 1)[0]
         assert (state.skipped, state.spikes, state.nonfinite_losses) == expected
+        assert state.grads_finite == (factor == 1e4)  # false for the loss, too
         assert state.loss_scale.loss_scale == 4
 
 

@@ -1,5 +1,5 @@
+import contextlib
 import itertools
-from typing import Any
 
 import jax
 import jax.export
@@ -101,23 +101,18 @@ def test_all_finite_sees_a_bad_entry_anywhere_in_any_shape_under_vmap_and_grad()
 
 
 @pytest.fixture(params=["cpu", slow("gpu"), slow("eight devices")])
-def machine(request, monkeypatch):
+def machine(request):
     """Programs are as lowered for this machine, or as sharded over several of them."""
 
-    def of_machine(*args, default=None, **variants):
-        variant: Any = variants.get(request.param, default)
-        return variant(*args)
+    def of_machine(*args, default, **variants):
+        return variants.get(request.param, default)(*args)
 
-    if request.param == "eight devices":
-        with on_devices("eight devices"):
-            yield
-    elif request.param == "cpu":
+    if request.param == "gpu":
+        switch = request.getfixturevalue("switched")
+        switch(jax.lax, "platform_dependent", of_machine)
+    is_sharded = request.param == "eight devices"
+    with on_devices(request.param) if is_sharded else contextlib.nullcontext():
         yield
-    else:
-        monkeypatch.setattr(jax.lax, "platform_dependent", of_machine)
-        jax.clear_caches()
-        yield
-        jax.clear_caches()
 
 
 # More of one shape than a group holds, and others.
@@ -205,10 +200,13 @@ def test_the_norm_of_many_entries_is_right():
 
 
 def update_of_sgd(tree):
+    """Whether the gradients of a step are finite, which promotes no dtype itself."""
+    guard = jmp_scale.SpikeGuard(warmup=2)
     tx = jmp_scale.with_loss_scale(
-        optax.sgd(0.5), jmp_scale.DynamicLossScale(), guard=jmp_scale.SpikeGuard()
+        optax.sgd(0.5), jmp_scale.DynamicLossScale(), guard=guard
     )
-    return tx.update(tree, tx.init({"a": 0.0, "b": 0.0}))[1].grads_finite
+    state = tx.init({"a": 0.0, "b": 0.0})
+    return tx.update(tree, state, value=jnp.bfloat16(1.0))[1].grads_finite
 
 
 @pytest.mark.parametrize("fun", [jmp_scale.all_finite, update_of_sgd])

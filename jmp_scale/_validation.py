@@ -23,13 +23,17 @@ SMALLEST, LARGEST = 2.0**-126, 2.0**126
 # Modules that call users' functions: under `jit` JAX's frames are the innermost ones.
 _LIBRARIES = re.compile(r"(jmp_scale|jax|flax|optax|equinox|haiku|numpy|contextlib)\b")
 _ARRAYS = (np.generic, np.ndarray, jax.Array)
-_LEAST_INTEGERS = {"period": 1, "growth_delay": 0, "hysteresis": 1}
 _WORDS = {
     "hysteresis_reset": ("growth", "finite", "finite_or_backoff"),
     "at_max": ("hold", "clamp"),
 }
-# Open intervals of arguments, and how an error describes them.
+# Static arguments of loss scales and guards: the least value of integers, the open
+# intervals of other numbers, and how an error describes them.
+_LEAST = {"growth_delay": 0, "warmup": 0}
+_LEAST |= dict.fromkeys(("period", "hysteresis", "max_in_a_row"), 1)
 _BETWEEN = {
+    "threshold": (0, math.inf, "a finite number > 0"),
+    "decay": (0, 1, "a number in (0, 1)"),
     "factor": (1, math.inf, "a finite number > 1"),
     "backoff_factor": (0, 1, "a number in (0, 1), or None for 1 / factor"),
     "min_loss_scale": (-5e-324, math.inf, "a finite number >= 0 (0 means 2**-126)"),
@@ -80,19 +84,25 @@ def static_loss_scale(function: str, value: object) -> float:
     return s
 
 
+def numbers(arguments: Arguments, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the static numbers among arguments as Python numbers."""
+    values: dict[str, Any] = {}
+    for field, value in given.items():
+        if field in _LEAST:
+            values[field] = arguments.integer(field, value, _LEAST[field])
+        elif field in _BETWEEN and (field != "backoff_factor" or value is not None):
+            low, high, allowed = _BETWEEN[field]
+            number = values[field] = arguments.number(field, value)
+            arguments.require(low < number < high, field, value, allowed)
+    return values
+
+
 def rule(arguments: Arguments, given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the static fields of a `DynamicLossScale` as numbers and strings."""
-    values: dict[str, Any] = {"backoff_factor": None}
-    for field, least in _LEAST_INTEGERS.items():
-        values[field] = arguments.integer(field, given[field], least)
+    values = numbers(arguments, given)
     for field, words in _WORDS.items():
-        word = values[field] = given[field]
         allowed = f"one of {', '.join(map(repr, words))}"
-        arguments.require(word in words, field, word, allowed)
-    for field, (low, high, allowed) in _BETWEEN.items():
-        if field != "backoff_factor" or given[field] is not None:
-            number = values[field] = arguments.number(field, given[field])
-            arguments.require(low < number < high, field, given[field], allowed)
+        arguments.require(given[field] in words, field, given[field], allowed)
     for field in ("loss_scale", "min_loss_scale"):
         dtype = getattr(given[field], "dtype", jnp.float32)
         if jnp.issubdtype(dtype, jnp.integer):

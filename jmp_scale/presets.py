@@ -3,17 +3,16 @@
 Use one to reproduce a run of another framework. Each function returns a
 `DynamicLossScale` that has the framework's S after every step. "After n finite steps"
 means on the n-th finite step in a row: an overflow restarts the count, even if
-hysteresis absorbs it.
+hysteresis absorbs it. S is float32: equal for powers of two, otherwise within 1e-5 over
+hundreds of steps.
 
-One thing differs from the originals: S and 1/S are always normal float32 numbers here.
-In Apex, ColossalAI, Flax, Keras 3, Paddle and PyTorch S can become 0 or infinite, which
-silently turns every gradient into zero or NaN. Here a floor or cap beyond
-[2^-126, 2^126], or of None, means the nearer end of this range. S is float32: equal for
-powers of two, otherwise within 1e-5 over hundreds of steps.
+One thing differs from the originals: S and 1/S are always normal numbers. In Apex,
+ColossalAI, Flax, Keras 3, Paddle and PyTorch S can become 0 or infinite, which silently
+turns every gradient into zero or NaN. Here a floor or cap beyond [2^-126, 2^126], or of
+None, means the nearer end of this range.
 
-Errors are those of `DynamicLossScale`, with its names of the arguments.
-`dataclasses.replace(preset, min_loss_scale=1.0)` sets fields for which a preset has no
-argument.
+Errors are those of `DynamicLossScale`, with its names of the arguments. A field without
+an argument is set by `dataclasses.replace(preset, min_loss_scale=1.0)`.
 
 Examples:
   >>> from jmp_scale import presets
@@ -153,8 +152,7 @@ def fairseq(
     There is no `tolerance`: to absorb single overflows use `megatron`. Below 1e-4
     fairseq raises an error; here S continues to the floor.
     """
-    rule = {"factor": scale_factor, "period": scale_window}
-    return _within(init_scale, threshold, **rule)
+    return _within(init_scale, threshold, factor=scale_factor, period=scale_window)
 
 
 def cerebras(
@@ -175,16 +173,14 @@ def cerebras(
 
 
 def keras(
-    initial_scale: float = 2.0**15,
-    dynamic_growth_steps: int = 2000,
+    initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000
 ) -> DynamicLossScale:
     """Returns the loss scale of Keras 3's `LossScaleOptimizer` (3.15)."""
     return _within(initial_scale, period=dynamic_growth_steps)
 
 
 def tf_keras(
-    initial_scale: float = 2.0**15,
-    dynamic_growth_steps: int = 2000,
+    initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000
 ) -> DynamicLossScale:
     """Returns the loss scale of Keras 2's `LossScaleOptimizer` (tf_keras 2.21).
 
@@ -202,8 +198,7 @@ def tensorflow(
 
     It has a floor of 1.
     """
-    rule = {"period": increment_period, "factor": multiplier}
-    return _within(initial_loss_scale, 1.0, **rule)
+    return _within(initial_loss_scale, 1.0, period=increment_period, factor=multiplier)
 
 
 def paddle(
@@ -237,8 +232,7 @@ def mindspore(
     It has a floor of 1, like `DynamicLossScaleManager` (which raises an error after
     1000 overflows in a row) and `DynamicLossScaleUpdateCell`.
     """
-    rule = {"factor": scale_factor, "period": scale_window}
-    return _within(scale_value, 1.0, **rule)
+    return _within(scale_value, 1.0, factor=scale_factor, period=scale_window)
 
 
 def flax(
@@ -268,10 +262,7 @@ def jmp(
 
 
 def mpx(
-    loss_scaling: float,
-    min_loss_scaling: float,
-    factor: float = 2,
-    period: int = 2000,
+    loss_scaling: float, min_loss_scaling: float, factor: float = 2, period: int = 2000
 ) -> DynamicLossScale:
     """Returns the loss scale of MPX's `DynamicLossScaling`.
 

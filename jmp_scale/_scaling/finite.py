@@ -15,7 +15,7 @@ from jax import lax
 
 from .. import _mesh
 from .._tree import is_inexact, promote_to_float32
-from .._types import Arrays, Flag, Mesh, PyTree, Scalar
+from .._types import Arrays, Flag, Function, Mesh, PyTree, Scalar
 from .._validation import described
 
 # So many arrays of one type share a trace, and on a GPU a kernel. With more, XLA does
@@ -159,29 +159,27 @@ def _reduce(reduction: _Reduction, arrays: Arrays) -> Arrays:
         for start in range(0, len(group), GROUP)
     ]
 
-    def on_any(groups: list[Arrays]) -> Arrays:
-        blocks = [_all_in_one(reduction, group) for group in groups]
-        return functools.reduce(reduction.combine, blocks)
+    on_any = functools.partial(_combined, reduction, _all_in_one)
+    sharded = functools.partial(_combined, reduction, _one_by_one)
 
     def on_cpu(groups: list[Arrays]) -> Arrays:
         rule = _SQUARES_ON_CPU if reduction is _SQUARES else reduction
-        blocks = [_all_in_one(rule, group) for group in groups]
         # Without the barrier XLA:CPU repeats what follows in each kernel of the update,
         # and compile time is quadratic in the number of leaves.
-        parts = lax.optimization_barrier(functools.reduce(rule.combine, blocks))
+        parts = lax.optimization_barrier(_combined(rule, _all_in_one, groups))
         return parts[: rule.results]
 
     def alone(groups: list[Arrays]) -> Arrays:
         # A TPU fuses the reduction of an array by itself with what computes the array.
         return lax.platform_dependent(groups, cpu=on_cpu, tpu=sharded, default=on_any)
 
-    def sharded(groups: list[Arrays]) -> Arrays:
-        blocks = [_one_by_one(reduction, group) for group in groups]
-        return functools.reduce(reduction.combine, blocks)
-
     if all(array.ndim == 0 for array in arrays):
         return sharded(groups)
     return _mesh.if_on_one_device(alone, sharded, groups)
+
+
+def _combined(rule: _Reduction, reduce: Function, groups: list[Arrays]) -> Arrays:
+    return functools.reduce(rule.combine, [reduce(rule, group) for group in groups])
 
 
 # Tracing a step spends most of its time here. Under `jit`, these functions are traced

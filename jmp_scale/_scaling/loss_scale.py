@@ -61,8 +61,8 @@ class StaticLossScale(LossScale):
     loss_scale: float
 
     def __post_init__(self) -> None:
-        value = _validation.static_loss_scale("StaticLossScale", self.loss_scale)
-        object.__setattr__(self, "loss_scale", value)
+        s = _validation.static_loss_scale("StaticLossScale", self.loss_scale)
+        vars(self).update(loss_scale=s)
 
     def adjust(self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True) -> Self:
         """Returns itself."""

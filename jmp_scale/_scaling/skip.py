@@ -132,7 +132,9 @@ def _selected(
     """
     count = len(jaxpr.outvars) - len(old)
     pairs: Pairs = list(zip(jaxpr.outvars[count:], old, strict=True))
-    old_of = _old_by_variable(jaxpr, pairs) if at_once else {}
+    made = {var for eqn in jaxpr.eqns for var in eqn.outvars} if at_once else set()
+    # Not made are arguments and literals. To select scalars later costs nothing.
+    old_of = {v: x for v, x in pairs if not is_literal(v) and v in made and x.ndim}
 
     def select(var: Var, value: jax.Array) -> jax.Array:
         return lax.select(applied, value, old_of[var]) if var in old_of else value
@@ -146,13 +148,6 @@ def _selected(
         state.append(new if is_selected else lax.select(applied, new, leaf))
     updates, _ = keep(applied, leaves[:count], (), ())
     return [*updates, *state]
-
-
-def _old_by_variable(jaxpr: Jaxpr, pairs: Pairs) -> dict[Var, jax.Array]:
-    """Returns the old leaf of each output that an equation defines."""
-    made = {var for eqn in jaxpr.eqns for var in eqn.outvars}
-    # An argument or a literal is none of these. To select scalars later costs nothing.
-    return {v: x for v, x in pairs if not is_literal(v) and v in made and x.ndim}
 
 
 def _is_observed(jaxpr: Jaxpr) -> bool:

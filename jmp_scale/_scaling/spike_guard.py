@@ -7,9 +7,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from .. import _pytree
+from .. import _pytree, _validation
 from .._types import Flag, Scalar
-from .._validation import Arguments
 
 # Smallest deviations. Without them, any change after equal losses would be a spike.
 _NORM_FLOOR = 0.25  # bits, a factor of 1.19
@@ -94,17 +93,9 @@ class SpikeGuard(_pytree.Pytree):
     in_a_row: _pytree.LeafField = None
 
     def __post_init__(self) -> None:
-        arguments, values = Arguments("SpikeGuard"), dict(vars(self))
-        for name, end, allowed in (
-            ("threshold", math.inf, "a finite number > 0"),
-            ("decay", 1, "a number in (0, 1)"),
-        ):
-            value = values[name] = arguments.number(name, values[name])
-            arguments.require(0 < value < end, name, value, allowed)
-        for name, least in {"warmup": 0, "max_in_a_row": 1}.items():
-            values[name] = arguments.integer(name, values[name], least)
+        values = _validation.numbers(_validation.Arguments("SpikeGuard"), vars(self))
         for name in self._leaf_names:
-            if values[name] is None:
+            if getattr(self, name) is None:
                 is_float = name.endswith(("mean", "deviation"))
                 values[name] = jnp.zeros([], jnp.float32 if is_float else jnp.int32)
         vars(self).update(values)

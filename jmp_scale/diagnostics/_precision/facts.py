@@ -345,13 +345,15 @@ def _rounded_in(equation: Equation, bounds: Bounds) -> tuple[str, ...]:
     """Returns the half dtypes in which floats were held that became these numbers."""
     eqn, name, ins, halves = equation.eqn, equation.name, equation.ins, ("",)
     last = len(shape(eqn.outvars[0])) - 1
+    # The index of a maximum is exact, whatever the elements were.
+    counts = is_integer(equation.result) and "float" not in equation.source
     if equation.casts and is_half(equation.source) and not is_half(equation.result):
         halves = (equation.source,)
     elif name == "concatenate" and eqn.params["dimension"] == last:
         halves = tuple(first_half([fact]) for fact in ins)  # indices of several axes
     elif name in SAME_ENTRIES:
         halves = ins[0].rounded_in  # not those of the indices of a gather
-    elif name in _ROUNDS or is_integer(equation.result):
+    elif name in _ROUNDS or counts:
         halves = (first_half(ins),)
     # A dtype represents all integers up to its limit.
     limits = (DISTINCT_INTEGERS.get(half, 0) for half in halves)
@@ -385,22 +387,18 @@ def joined(parts: Iterable[Growth]) -> Growth:
 
 def _is_linear(equation: Equation, others: Sequence[tuple[Atom, Fact]]) -> bool:
     """Whether an operation adds to inputs, moves them, or takes them times a number."""
-    (out,) = equation.eqn.outvars
-    match equation.name:
-        case "add" | "add_any" | "sub":
-            # A gradient of `x[i]` is added to other elements each time.
-            return all(fact.maker not in _SLICE_GRADIENTS for _, fact in others)
-        case "scatter-add":
-            return not equation.ins[1].growth  # else to other elements each time
-        case "mul" | "div":
-            if len(others) != 1:
-                return False
-            factor, _ = others[0]
-            is_divisor = factor is equation.eqn.invars[1]
-            # A decay rate is one number, whereas the gate of an LSTM is an array.
-            is_number = is_literal(factor) or 1 == size(factor) < size(out)
-            return is_number and (is_divisor or equation.name == "mul")
-    return equation.name in SAME_ENTRIES | {"neg", "select_n"}
+    eqn, name = equation.eqn, equation.name
+    if name in ("add", "add_any", "sub"):
+        # A gradient of `x[i]` is added to other elements each time.
+        return all(fact.maker not in _SLICE_GRADIENTS for _, fact in others)
+    if name == "scatter-add":
+        return not equation.ins[1].growth  # else to other elements each time
+    if name not in ("mul", "div"):
+        return name in SAME_ENTRIES | {"neg", "select_n"}
+    # A decay rate is one number, whereas the gate of an LSTM is an array.
+    entries = size(eqn.outvars[0])
+    numbers = [v for v, _ in others if is_literal(v) or 1 == size(v) < entries]
+    return any(name == "mul" or v is eqn.invars[1] for v in numbers)
 
 
 def entries_added(eqn: JaxprEqn) -> int:

@@ -124,7 +124,7 @@ def _found(equation: Equation, rule: str, **values: object) -> Finding:
 
 def _half_sum(equation: Equation) -> Iterator[Values]:
     count, narrows, dtype = _count_in_half(equation), equation.narrows, equation.result
-    if count < _LONG or not is_half(dtype):
+    if count < _LONG:
         return
     how, harm = "accumulates", f"{_HARM[dtype]} and drops small terms"
     if narrows:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import re
@@ -176,25 +177,21 @@ def sensitive_products(
         broken = finding(RULES, "float32 not finite")
         return SensitiveProducts((), (), 0.0, math.inf, math.inf, (broken,))
     rows = [_row(probe, group) for group in with_progress(probe.groups, function)]
-    whole = probe.compared(probe.groups, start)
+    whole = probe.compared(probe.groups)
     before, share = judged_error(whole), probe.share(probe.groups)
-    others = tuple(_other_faults(probe, whole, start, tolerance))
-    found = SensitiveProducts(tuple(rows), (), share, before, before, others)
-    if before <= tolerance or others or not rows:
-        return found
+    told = [*_other_faults(probe, whole, tolerance)]
+    if before <= tolerance or told:
+        return SensitiveProducts(tuple(rows), (), share, before, before, tuple(told))
     keep = _names(_required(probe, rows, tolerance), probe.groups)
     half = probe.groups_without(keep)
-    after = probe.error(half)
+    after, share = probe.error(half), probe.share(half)
     options = f', backward="{back.name}"' * (back != forward)
-    call = {"forward": forward.name, "options": options, "keep": keep}
-    values = {"change": _change(before), "after": percent(after), **call}
+    values = {"forward": forward.name, "options": options, "keep": keep}
+    values |= {"change": _change(before), "after": percent(after)}
     told = [finding(RULES, "not precise", ", ".join(keep), **values)]
     if not half and forward == "float16" and not math.isfinite(whole.half_loss):
         told.append(finding(RULES, "loss not finite"))
-    share = probe.share(half)
-    return found._replace(
-        keep=keep, half_share=share, error_after=after, findings=tuple(told)
-    )
+    return SensitiveProducts(tuple(rows), keep, share, before, after, tuple(told))
 
 
 def _row(probe: "Probe", group: "ProductGroup") -> SensitiveProduct:
@@ -229,8 +226,8 @@ class ProductGroup:
     def scopes(self) -> tuple[str, ...]:
         """Names of the scopes and modules that it is in, without transformations."""
         stacks = [eqn.source_info.name_stack.stack for eqn in self.equations]
-        scopes = [s for stack in stacks for s in stack if type(s).__name__ == "Scope"]
-        return tuple(scope.name for scope in scopes)
+        scopes = itertools.chain.from_iterable(stacks)
+        return tuple(s.name for s in scopes if type(s).__name__ == "Scope")
 
     def is_kept(self, name: str) -> bool:
         return any(matched({name}, eqn).is_exempt for eqn in self.equations)
@@ -260,7 +257,7 @@ class Probe:
         self, loss: Loss, forward: np.dtype, backward: np.dtype, start: Start
     ) -> None:
         self._loss, self._forward, self._backward = loss, forward, backward
-        self._start = start
+        self.start = start
         arrays, self._rejoin = _backward.concrete_arrays(loss.function, loss.args)
         # As the gradients of `compare_gradients`, these are of float32 parameters.
         self._arrays = promote_to_float32(arrays)
@@ -277,7 +274,7 @@ class Probe:
 
     def error(self, half: Sequence[ProductGroup]) -> float:
         """Returns the error of the gradient with these products in half precision."""
-        return judged_error(self.compared(half, self._start))
+        return judged_error(self.compared(half))
 
     def share(self, groups: Iterable[ProductGroup]) -> float:
         """Returns the share of the program's matrix work of these products."""
@@ -288,12 +285,13 @@ class Probe:
         return [g for g in self.groups if not any(map(g.is_kept, keep))]
 
     def compared(
-        self, half: Sequence[ProductGroup], start: Start
+        self, half: Sequence[ProductGroup], start: Start | None = None
     ) -> GradientComparison:
         """Compares the gradient that has these products in half precision."""
         flags = np.zeros(_MOST_FLAGS, bool)
         flags[[group.number for group in half]] = True
-        found = start.found(lambda s: self._program(flags, s, self._arrays))
+        run = functools.partial(self._program, flags)
+        found = (start or self.start).found(lambda s: run(s, self._arrays))
         return self.reference.compared(*found)
 
     def _backward_pass(
@@ -373,7 +371,7 @@ def _required(
 
 
 def _other_faults(
-    probe: Probe, whole: GradientComparison, start: Start, tolerance: float
+    probe: Probe, whole: GradientComparison, tolerance: float
 ) -> Iterator[Finding]:
     """Yields what else than products is at fault: a rule in the loss, or S."""
     error, s = judged_error(whole), power(whole.loss_scale)
@@ -384,7 +382,7 @@ def _other_faults(
         errors = {"error": percent(error), "of_float32": percent(of_float32)}
         yield finding(RULES, "backward rule sees S", s=s, **errors)
         return
-    start = Start(2.0**24 if start.settles else 2.0**15, settles=True)
+    start = Start(2.0**24 if probe.start.settles else 2.0**15, settles=True)
     found = probe.compared(probe.groups, start)
     there = judged_error(found)
     if there <= tolerance:
@@ -427,9 +425,6 @@ class _Flagged(Interpreter):
 
     def evaluate_unit(self, unit: Unit, values: Values) -> None:
         ((product, _),) = unit.products  # nothing is recomputed
-        self.add({product.result: self._evaluated(product, values)}, values)
-
-    def _evaluated(self, product: Product, values: Values) -> jax.Array:
         inputs = [values[v] for v in product.jaxpr.invars]
         number = self._number(product.scope, product.equation)
         self.evaluated.add(number)
@@ -453,7 +448,8 @@ class _Flagged(Interpreter):
 
         run.defjvp(rule, symbolic_zeros=True)
         with _jaxpr.scope(product.scope):
-            return run(inputs[:2], [*copies, *inputs[2:], half])
+            x = run(inputs[:2], [*copies, *inputs[2:], half])
+        self.add({product.result: x}, values)
 
     def _number(self, scope: NameStack, eqn: JaxprEqn) -> int:
         """Returns the number of the innermost product or call, or of the rule."""

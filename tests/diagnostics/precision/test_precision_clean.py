@@ -120,7 +120,7 @@ def test_a_gated_state_is_no_average(policy):
         "a short axis of two": lambda h, t: t.T[h.astype(int), jnp.arange(8)],
         "few codes": lambda h, t: t[jnp.clip(h, 0, 15).astype(int)],
         "few integers": lambda h, t: t[jnp.clip(h.astype(int), 0, 99)],
-        "an argmax": lambda h, t: t[jnp.argmax(h)],
+        "an argmax": lambda h, t: t[jnp.argmax(h.astype(F32))],
         "integers of a table": lambda h, t: t[
             jnp.arange(512)[jnp.clip(h, 0, 99).astype(int)]
         ],

@@ -154,7 +154,8 @@ class Calls:
     def __init__(
         self, step: Function, args: PyTree, kwargs: PyTree, carried: Sequence[int]
     ) -> None:
-        self._step, self._keywords, self._carried = step, [*kwargs], carried
+        self._step, self._keywords = step, [*kwargs]
+        self._carried = [(str(position),) for position in carried]
         self.labels = [*map("args[{}]".format, range(len(args))), *kwargs]
         names = _names(step)[: len(args)]
         self._names = [*names, *self.labels[len(names) :]]

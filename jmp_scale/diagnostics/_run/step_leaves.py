@@ -117,24 +117,28 @@ def matched(
     before: Named,
     results: Named,
     whole: Sequence[Path],
-    carried: Sequence[int],
+    carried: Sequence[Path],
     names: Sequence[str],
 ) -> dict[Path, Path]:
     """Returns the path of the result that is the next value of each argument's leaf.
 
-    A part of a node of `whole` matches only with that node, and an argument of one of
-    `names` first of all with a result of that name.
+    A part of a node of `whole` matches only with that node. Arguments of `carried` come
+    back without names, and others first of all by their own, in `names`.
     """
-    found = dict(_by_name(names, subtrees(before), subtrees(results)))
-    for position in carried:
-        found |= _carried(position, before, results)
+    found: dict[Path, Path] = {}
     equal = defaultdict[object, list[dict[Path, Path]]](list)
-    for key, leaves in _candidates(before, results, whole):
+    for key, leaves in _candidates(before, results, whole, carried, names):
         is_free = found.keys().isdisjoint(leaves)
         if is_free and not set(leaves.values()).intersection(found.values()):
             found |= leaves
             equal[key].append(leaves)
     found |= _in_order(equal.values(), [*before], [*results])
+    for path in carried:
+        if path not in {each[:1] for each in found}:
+            raise ValueError(
+                "check_step: expected carried= to have positions of arguments that "
+                f"come back among the results, got {path[0]}"
+            )
     left = {path: x for path, x in before.items() if path not in found}
     memories = dict(_beside(left, results, found))
     # A model of pairs may return other pairs in the place of its batch.
@@ -142,52 +146,36 @@ def matched(
     return found | memories if has_batch else found
 
 
-def _carried(position: int, before: Named, results: Named) -> dict[Path, Path]:
-    """Returns the leaves of an argument that a user says comes back."""
-    start = (str(position),)
-    form = subtrees(before).get(start)
-    at = subtrees(results)
-    places = [start, (), *at]  # the same position, the only result, or any other one
-    place = next((p for p in places if form and at.get(p) == form), None)
-    if form is None or place is None:
-        raise ValueError(
-            "check_step: expected carried= to have positions of arguments that come "
-            f"back among the results, got {position}"
-        )
-    return _pairs(start, place, form)
-
-
-def _by_name(
-    names: Sequence[str], goes_in: Mapping[Path, Form], comes_back: Mapping[Path, Form]
-) -> Iterator[tuple[Path, Path]]:
-    for position, name in enumerate(names):
-        path, place = (str(position),), (name,)
-        form = goes_in.get(path, ())
-        if comes_back.get(place) == form and _may_match(path, place, form):
-            yield from _pairs(path, place, form).items()
-
-
 def _candidates(
-    before: Named, results: Named, whole: Sequence[Path]
+    before: Named,
+    results: Named,
+    whole: Sequence[Path],
+    carried: Sequence[Path],
+    names: Sequence[str],
 ) -> list[tuple[object, dict[Path, Path]]]:
     """Returns the pairs of parts with equal names and shapes, the best first.
 
-    The largest, then the nearest: parameters have the form of their moments. Equal
-    parts have one key.
+    What is carried in its place, the largest, those of one name, then the nearest:
+    parameters have the form of their moments. Equal parts have one key.
     """
     places: dict[Form, list[Path]] = defaultdict(list)
     for place, form in subtrees(results).items():
         places[form].append(place)
     candidates = []
     for path, form in subtrees(before).items():
+        is_carried = path in carried
         for place in () if is_below(path, whole) else places[form]:
-            if _may_match(path, place, form):
+            # The name of an argument, which stands at its position.
+            is_named = len(path) == 1 and place == (names[int(path[0])],)
+            if is_carried or _may_match(path, place, form):
                 leaves = _pairs(path, place, form)
                 gaps = (difference(before[p], results[q]) for p, q in leaves.items())
                 gap = float(np.nansum(np.abs(np.concatenate([*gaps]))))
+                fixed = is_named or (is_carried and place == path)
                 key = form, *(sampled(host(before[p])).tobytes() for p in leaves)
-                candidates.append((-len(form), len(path), gap, key, leaves))
-    return [each[3:] for each in sorted(candidates, key=lambda each: each[:3])]
+                rank = not is_carried, -len(form), not fixed, len(path), gap
+                candidates.append((rank, (fixed and place, key), leaves))
+    return [each[1:] for each in sorted(candidates, key=lambda each: each[0])]
 
 
 def _in_order(

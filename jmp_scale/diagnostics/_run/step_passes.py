@@ -333,9 +333,8 @@ def infinite_s(base: Base) -> Findings:
     if len(calls.scales) > 1:
         run = base.later.call("S = inf", s=np.inf)
     if run is not None and run.is_skipped:
-        again = base.later.after(run, np.inf)
         yield from _left_finite(base.later, run)
-        yield from _left_unchanged(base.later, run, again)
+        yield from _left_unchanged(base.later, run)
 
 
 def _of_one_scale(base: Base, run: Run, scale: Path) -> Iterator[Finding]:
@@ -388,8 +387,8 @@ def _stays(base: Base, run: Run, last: Run, path: Path) -> bool:
     return not np.all(is_kept | is_finite[0] | is_finite[1])
 
 
-def _left_unchanged(base: Base, run: Run, again: Run | None = None) -> Findings:
-    """Checks that a skip changes no finite leaf; `again` is a skip that follows it."""
+def _left_unchanged(base: Base, run: Run) -> Findings:
+    """Checks that a skip changes no leaf, but those that it did not leave finite."""
     if base.calls.has_other_optimizers:
         return  # these skip nothing, as their gradients have no S
     for path, change in run.changes.items():
@@ -397,9 +396,7 @@ def _left_unchanged(base: Base, run: Run, again: Run | None = None) -> Findings:
         is_usual = change.counts or change.is_as(base.run.changes[path])
         is_usual |= change.is_rounding  # as where weights are normalized anew
         if change.ndim and change.stays_finite and not is_usual:
-            is_copy = again is not None and not again.moved(path)
-            rule = "put back" if is_copy else "changed on a skip"
-            yield from base.found(rule, [path])
+            yield from base.found("changed on a skip", [path])
 
 
 def spike(base: Base) -> Findings:

@@ -72,11 +72,10 @@ RULES = {
         "with_loss_scale(tx, loss_scale, axis_name=('data', 'model')): name each axis "
         "of the mesh over which the batch or parameters are split.",
     ),
-    "put back": _error(
-        "A skipped step replaces it by a copy of another step's, or of a captured one.",
+    "changed on a skip": _error(
+        "It changes on a skipped step, or is replaced by a copy of another step's.",
         _KEEP,
     ),
-    "changed on a skip": _error("It changes on a skipped step.", _KEEP),
     "NaN stays": _error(
         "It is NaN or infinite after a step with such gradients, and stays so.",
         f"{_KEEP} Accumulate inside: with_loss_scale("

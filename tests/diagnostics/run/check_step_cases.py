@@ -710,9 +710,8 @@ WRONG = {
     },
     "state put back": cases(step_of, around="apply_if_finite"),
     "skipped alone": cases(split_parameters, mistake="over one axis"),
-    "put back": cases(step_of, results=put_back),
     "changed on a skip": {
-        **cases(step_of, results=decayed),
+        **cases(step_of, results=[decayed, put_back]),
         **cases(step_of, results=decayed, ls="none"),
         **cases(average, select_by=None),
         **cases(average, select_by=None, inner="warm-up"),

@@ -36,7 +36,7 @@ CAUSES = {"never unscaled", "unscaled twice", "clipped while scaled"}
 CAUSES |= {"unscaled by the next S"}
 # Of each rule about S, and about what a skip leaves, the first step runs by default.
 LATER = {"replicas diverge", "guard without a loss", "comes back in half precision"}
-LATER |= {"captured parameters", "reported scaled", "put back", "S adjusted twice"}
+LATER |= {"captured parameters", "reported scaled", "S adjusted twice"}
 FIRST = [(rule, next(iter(WRONG[rule]))) for rule in WRONG if rule not in LATER]
 WRONG_STEPS = [(rule, name) for rule, steps in WRONG.items() for name in steps]
 

@@ -55,7 +55,7 @@ def check_step(
     while scaled or not averaged over devices, a hidden overflow, and others.
 
     ```
-    ten S, 2^-37 to 2^53      in float32, a power of two changes no bit of the state
+    ten S, 2^-37 to 2^53      in float32, no S changes a bit of the state
     S that grows              the step is the same as one in which S stays
     infinite gradients        the step is skipped, on all devices
     S = inf                   its own optimizer is skipped, and each leaf stays
@@ -65,11 +65,12 @@ def check_step(
 
     The step is called some 20 times with copies of the arguments, which it may donate;
     several copies of the state are alive at a time. It compiles twice: as it is, and
-    for the ten S with `autocast` in float32, where nothing under- or overflows; where
-    these differ and tell no cause, for nine S between them. Casts by hand to float16
-    stay: there nine S below the one that overflows are compared, in some 10 calls more,
-    and less is found. A `DynamicLossScale` takes the place of a loss scale of another
-    class. In a job of several processes each one calls `check_step`.
+    with `autocast` in float32, where nothing under- or overflows. Casts by hand to
+    float16 stay: there nine S below the one that overflows are compared, in some 10
+    calls more, and less is found. Where values differ and tell no cause, there are nine
+    S more, and of several loss scales each has its own. A `DynamicLossScale` takes the
+    place of a loss scale of another class. In a job of several processes each one calls
+    `check_step`.
 
     State is a part that an argument and a result have in common (names and shapes), a
     tuple of arrays that comes back beside what it stands beside, and the arrays in NNX

@@ -1,9 +1,10 @@
 """An applied step, with which the passes of `check_step` compare others."""
 
+import bisect
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,8 +23,6 @@ _POWERS = tuple(range(-37, 54, 10))
 _MORE_POWERS = tuple(range(-37, 54, 5))
 # Nine S, 2^3 apart, are 2^24 of the 2^30 between float16's least and largest number.
 _OF_HALF = tuple(range(-24, 1, 3))
-# Of a change: some operations of a GPU add in another order each time.
-NOISE = 1e-2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +55,9 @@ class Base:
         at = self.calls.at(self.s if s is None else s, counter=counter)
         return self.calls.run(what, {**at, **values}, self.run.before, self.in_float32)
 
-    def after(self, run: Run, s: float | None = None) -> Run | None:
+    def after(self, run: Run) -> Run | None:
         """Calls the step that follows another one."""
-        at = self.calls.at(self.s if s is None else s)
-        return self.calls.run("later steps", at, run.after)
+        return self.calls.run("later steps", self.calls.at(self.s), run.after)
 
     def window_after(self, run: Run) -> Run:
         """Returns the last of the steps that follow a run until a window ends."""
@@ -101,54 +99,61 @@ class Base:
         return dataclasses.replace(exact, run=run) if self.run.is_alike(run) else self
 
     @functools.cached_property
-    def several_s(self) -> "SeveralS":
-        """The step at several S: in float32 or, if it casts to float16, below overflow.
+    def several_s(self) -> "list[SeveralS]":
+        """The step at several values of each S, of which one alone changes."""
+        return [*map(self.exact.at_several, self.calls.scales)]
+
+    def rows(self, leaves_of: Callable[[Run], Named]) -> dict[Path, Row]:
+        """Returns the leaves that grow or, else, fall by powers of an S."""
+        found = {-1: {}, 0: {}, 1: {}}
+        for several in self.several_s:
+            for path, row in several.rows(leaves_of).items():
+                found[row.direction][path] = row
+        return found[-1] | found[1]
+
+    @functools.cached_property
+    def changing(self) -> dict[Path, Row]:
+        """Returns the leaves of the state that do."""
+        return self.rows(state_of)
+
+    def at_several(self, scale: Path) -> "SeveralS":
+        """Returns the step in float32 or, if it casts to float16, below overflow.
 
         There what underflows differs, though by no power of S.
         """
-        exact, powers = self.exact, _POWERS if self.calls.scales else ()
-        has_float16 = bool(powers) and self.calls.has_float16(
-            exact.run, exact.in_float32
-        )
-        if powers and exact.at_power(powers[-1]) is None:
-            powers = exact.below_overflow(powers[-1])
-            has_float16 = True
-        found = exact.at_powers(powers, not has_float16)
+        at = functools.cache(functools.partial(self.at_power, scale))
+        powers, is_exact = _POWERS, at(_POWERS[-1]) is not None
+        if not is_exact:
+            tried = range(round(np.log2(self.s)), _POWERS[-1])
+            first = bisect.bisect(tried, False, key=lambda power: at(power) is None)
+            powers = [tried[first - 1] + power for power in _OF_HALF]
+        found = SeveralS(at, powers, is_exact)
         # A clip behind the gradients leaves few S at which they show.
-        return exact.at_powers(_MORE_POWERS, True) if found.is_unclear else found
+        return SeveralS(at, _MORE_POWERS, True) if found.is_unclear else found
 
-    def at_powers(self, powers: Iterable[int], is_exact: bool) -> "SeveralS":
-        runs = {power: self.at_power(power) for power in powers}
-        return SeveralS({p: r for p, r in runs.items() if r}, is_exact)
+    def at_power(self, scale: Path, power: int) -> Run | None:
+        """Calls the step at one S of 2^power; None if it is not applied alike."""
+        at = self.calls.at(2.0**power, [scale])
+        run = self.run if 2.0**power == self.s else self.call(f"S = 2^{power}", at)
+        return run if self.run.is_alike(run) else None
 
-    def below_overflow(self, high: int) -> list[int]:
-        """Returns powers up to the last one before `high` that is not skipped."""
-        low = round(np.log2(self.s))
-        while high - low > 1:
-            middle = (low + high) // 2
-            is_low = self.at_power(middle) is not None
-            low, high = (middle, high) if is_low else (low, middle)
-        return [low + power for power in _OF_HALF]
 
-    def at_power(self, power: int) -> Run | None:
-        """Calls the step at an S of 2^power, once; None if it is not applied alike."""
-        if power not in self._at_powers:
-            s = 2.0**power
-            run = self.run if s == self.s else self.call(f"S = 2^{power}", s=s)
-            self._at_powers[power] = run if self.run.is_alike(run) else None
-        return self._at_powers[power]
-
-    @functools.cached_property
-    def _at_powers(self) -> dict[int, Run | None]:
-        return {}
+def state_of(run: Run) -> Named:
+    return {path: run.after[path] for path in run.floats}
 
 
 @dataclasses.dataclass(frozen=True)
 class SeveralS:
-    """The same step at several S."""
+    """The same step at several values of one S."""
 
-    runs: dict[int, Run]  # by log2 of S
+    at: Callable[[int], Run | None]
+    powers: Sequence[int]  # log2 of S
     is_exact: bool  # whether nothing underflows
+
+    @functools.cached_property
+    def runs(self) -> dict[int, Run]:
+        runs = {power: self.at(power) for power in self.powers}
+        return {power: run for power, run in runs.items() if run}
 
     def rows(self, leaves_of: Callable[[Run], Named]) -> dict[Path, Row]:
         """Returns the floating-point leaves that all runs have, but S itself."""
@@ -162,28 +167,13 @@ class SeveralS:
                 rows[path] = Row([*self.runs], entries, eps, self.is_exact)
         return {path: row for path, row in rows.items() if not row.is_s}
 
-    @functools.cached_property
-    def states(self) -> dict[Path, Row]:
-        """Returns the leaves of the state."""
-        return self.rows(lambda run: {path: run.after[path] for path in run.floats})
-
-    @functools.cached_property
-    def differing(self) -> list[Row]:
-        """Returns the rows of those that depend on S."""
-        rows = self.states.values()
-        return [row for row in rows if (row.entries != row.entries[:1]).any()]
-
     @property
     def is_unclear(self) -> bool:
-        """Whether one depends on S by no power, which no cause explains."""
-        rows = self.differing
+        """Whether a leaf depends on S by no power, which no cause explains."""
+        rows = self.rows(state_of).values()
+        rows = [row for row in rows if (row.entries != row.entries[:1]).any()]
         has_cause = any(row.direction > 0 or row.falls_at_once for row in rows)
         return self.is_exact and not has_cause and not all(r.direction for r in rows)
-
-    @functools.cached_property
-    def changing(self) -> dict[Path, Row]:
-        """Returns the leaves of the state that grow or fall by powers of S."""
-        return {path: row for path, row in self.states.items() if row.direction}
 
 
 def base_of(calls: Calls) -> Base:
@@ -213,13 +203,3 @@ def _most_changed(base: Base) -> Base:
         if is_enough or not any(map(run.moved, run.after)):
             break
     return dataclasses.replace(new, last=run)
-
-
-def is_other(new: Run, old: Run, paths: Sequence[Path]) -> bool:
-    """Whether leaves change otherwise in another call, by more than noise."""
-
-    def steps(run: Run) -> np.ndarray:
-        return np.concatenate([np.zeros(1), *(run.change(p).step for p in paths)])
-
-    off = np.linalg.norm(steps(new) - steps(old))
-    return not off <= NOISE * np.linalg.norm(steps(old))  # NaN differs, too

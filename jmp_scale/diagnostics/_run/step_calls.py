@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..._jaxpr import dtype_name, equations
 from ..._scaling.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from ..._state import (
     IS_CHECKED,
@@ -28,6 +27,8 @@ from .step_leaves import Named, Path, flat, has_moved, host, is_below, path_of, 
 from .step_rules import RULES
 
 FAR = -(10**6)  # at this counter S does not grow, and a reset is recognized
+# Of a change: some operations of a GPU add in another order each time.
+NOISE = 1e-2
 _ON_PURPOSE = ArithmeticError, AssertionError, ValueError
 # What XLA raises, and the end of an iterator.
 _RAISED = *_ON_PURPOSE, MemoryError, RuntimeError, StopIteration
@@ -43,18 +44,14 @@ class Change(NamedTuple):
     ndim: int
 
     @property
-    def is_float(self) -> bool:
-        return self.eps > 0
+    def counts(self) -> bool:
+        """Whether a leaf has integers, or changes by 0 or 1."""
+        return not self.eps or bool(np.isin(self.step, (0, 1)).all())
 
     @property
     def is_rounding(self) -> bool:
         """Whether entries change by four of their last places at most."""
         return bool((abs(self.step) <= 4 * self.eps * abs(self.new)).all())
-
-    @property
-    def counts(self) -> bool:
-        """Whether a leaf has integers, or changes by 0 or 1."""
-        return not self.is_float or bool(np.isin(self.step, (0, 1)).all())
 
     def is_as(self, other: "Change") -> bool:
         return np.array_equal(self.new, other.new, equal_nan=True)
@@ -107,7 +104,7 @@ class Run:
 
     @functools.cached_property
     def floats(self) -> list[Path]:
-        return [path for path, change in self.changes.items() if change.is_float]
+        return [path for path, change in self.changes.items() if change.eps]
 
     @property
     def weights(self) -> list[Path]:
@@ -117,7 +114,7 @@ class Run:
     @functools.cached_property
     def moving(self) -> list[Path]:
         """Returns the moments, which are those of optimizers, that move."""
-        moments = (path for path in self.floats if path in self.calls.in_optimizers)
+        moments = filter(self.calls.in_optimizers.__contains__, self.floats)
         return [*filter(self.moved, moments)]
 
     @property
@@ -142,6 +139,16 @@ class Run:
         step, size = step_leaves.difference(old, new), entries.ndim
         eps = float(jnp.finfo(jnp.result_type(new)).eps) if is_number else 0.0
         return Change(sampled(entries), step, bool(finite), eps, size)
+
+    def steps(self, paths: Iterable[Path]) -> np.ndarray:
+        """Returns the changes of the entries of several leaves."""
+        return np.concatenate([np.zeros(1), *(self.change(p).step for p in paths)])
+
+    def differs(self, usual: "Run", paths: Sequence[Path] = ()) -> bool:
+        """Whether what learns changes otherwise than usually, by more than noise."""
+        old = usual.steps(paths or usual.learning)
+        off = np.linalg.norm(self.steps(paths or usual.learning) - old)
+        return not off <= NOISE * np.linalg.norm(old)  # NaN differs, too
 
     def moved(self, path: Path) -> bool:
         """Whether a leaf differs after the call, in any replica or member."""
@@ -242,32 +249,21 @@ class Calls:
 
         Returns None if a later call than the first one raises.
         """
-        before = self.start | dict(start or {})
+        before = self.start | (start or {})
         new = {p: step_leaves.like(before[p], value) for p, value in values.items()}
         before |= new
         self.count += 1
         try:
+            args, keywords = self.arguments(before)
             with IS_CHECKED(in_float32):
-                args, out = self._call(before)
+                out = jax.block_until_ready(self._step(*args, **keywords))
         except _RAISED as error:
             if self.count == 1:
                 raise
             self.raised.append(f"{what}, {type(error).__name__}: {said(error)[:200]}")
             return None
-        return Run(self, before, *self._after(before, args, out))
-
-    def has_float16(self, run: Run, in_float32: bool) -> bool:
-        """Whether the step can be traced, and has float16 in it."""
-        if not hasattr(self._step, "lower"):
-            return False  # Python on the host, which may write to objects
-        args, keywords = self.arguments(run.before)
-        try:
-            with IS_CHECKED(in_float32):
-                program = jax.make_jaxpr(self._step)(*args, **keywords)
-        except Exception:  # it takes what is not an array
-            return False
-        atoms = (v for eqn in equations(program) for v in eqn.outvars)
-        return any(dtype_name(v) == "float16" for v in atoms)
+        # Modules among the arguments have changed.
+        return Run(self, before, *self._after(before, [*args, *keywords.values()], out))
 
     def arguments(self, values: Named) -> tuple[list[PyTree], dict[str, PyTree]]:
         """Returns arguments and keywords, with copies that the step may donate."""
@@ -276,15 +272,6 @@ class Calls:
         args = self._join([x.copy() if isinstance(x, arrays) else x for x in leaves])
         first = len(args) - len(self._keywords)
         return args[:first], dict(zip(self._keywords, args[first:], strict=True))
-
-    def _call(self, values: Named) -> tuple[PyTree, PyTree]:
-        """Calls the step; returns its arguments, and results.
-
-        Modules among the arguments have changed then.
-        """
-        args, keywords = self.arguments(values)
-        out = jax.block_until_ready(self._step(*args, **keywords))
-        return [*args, *keywords.values()], out
 
     def _after(self, before: Named, args: PyTree, out: PyTree) -> tuple[Named, Named]:
         """Returns the leaves after a call, and all other results."""
@@ -295,9 +282,8 @@ class Calls:
             plain = {path: x for path, x in before.items() if path not in after}
             given = plain, results, self.states + self.scales, self._carried
             self._places = step_leaves.matched(*given, self._names)
-        for path, place in self._places.items():
-            if place in results:
-                after[path] = results.pop(place)
+        places = self._places.items()
+        after |= {p: results.pop(place) for p, place in places if place in results}
         alike = {p: x for p, x in after.items() if np.shape(x) == np.shape(before[p])}
         return alike, results
 

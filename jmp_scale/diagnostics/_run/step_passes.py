@@ -16,8 +16,8 @@ from ..._state import OVERFLOWS
 from ..._tree import is_inexact
 from ..._types import PyTree
 from .._findings import Finding
-from .step_base import NOISE, Base, is_other
-from .step_calls import Run
+from .step_base import Base
+from .step_calls import NOISE, Run
 from .step_leaves import Named, Path, copies_of, has_moved, host, seem_to_come_back
 from .step_powers import Row, count_of_power
 
@@ -48,12 +48,11 @@ def is_applied(base: Base) -> Findings:
 
 
 def _not_applied(base: Base) -> Findings:
-    """Finds NaN in the arguments of a step that is skipped at each S."""
-    floats = {path: x for path, x in base.calls.start.items() if is_inexact(x)}
-    broken = [path for path, x in floats.items() if np.isnan(host(x)).any()]
-    yield from base.found("NaN goes in", broken)
-    if not broken:
-        yield from base.found("not applied", s=f"{base.s:g}")
+    """Tells which arguments are NaN or, if none is, at which S it was called."""
+    start = base.calls.start.items()
+    broken = [path for path, x in start if is_inexact(x) and np.isnan(host(x)).any()]
+    rule = "NaN goes in" if broken else "not applied"
+    yield from base.found(rule, broken or [()], s=f"{base.s:g}")
 
 
 def constant_s(base: Base) -> Findings:
@@ -67,8 +66,8 @@ def constant_s(base: Base) -> Findings:
 def arrays_without_names(base: Base) -> Findings:
     """Notes arrays that may come back: only what has names is taken for state."""
     first = base.first
-    left = {p: x for p, x in first.before.items() if is_inexact(x)}
-    left = {p: x for p, x in left.items() if p not in first.after}
+    left = {p: x for p, x in first.before.items() if p not in first.after}
+    left = {p: x for p, x in left.items() if is_inexact(x)}
     for path in seem_to_come_back(left, first.results):
         what = f"{base.calls.labels[int(path[0])]}: arrays without names, which seem to"
         yield f"{what} come back; pass carried=[{path[0]}]"
@@ -123,21 +122,19 @@ def changes_something(base: Base) -> Findings:
     learns = not changed.isdisjoint(weights) or "mini_step" in {p[-1] for p in changed}
     if weights and not learns:
         yield from base.found("nothing learned", [weights[0]], calls=base.calls.count)
-    elif not changed:
+    elif not (changed and base.last.floats):
         yield from base.found("nothing comes back")
     if not changed:
         yield OVER
 
 
 def guards_see_losses(base: Base) -> Findings:
+    """Checks that a guard that sees norms sees losses, too."""
+    # A count may start again at 1, where the mean is another.
+    names = "norm_steps", "norm_mean", "loss_steps", "loss_mean"
     for guard in [(*state, "guard") for state in base.calls.states]:
-        # A count may start again at 1, where the mean is another.
-        seen = {
-            kind: base.last.moved((*guard, f"{kind}_steps"))
-            or base.last.moved((*guard, f"{kind}_mean"))
-            for kind in ("loss", "norm")
-        }
-        if seen["norm"] and not seen["loss"]:
+        seen = {name[:4] for name in names if base.last.moved((*guard, name))}
+        if seen == {"norm"}:
             yield from base.found("guard without a loss", [(*guard, "loss_steps")])
 
 
@@ -147,9 +144,9 @@ def replicas_agree(base: Base) -> Findings:
     rows = [host(base.first.before[path]) for path in last.weights]
     is_mapped = all(x.ndim and (x == x[0]).all() for x in rows)  # as under pmap
     is_mapped = is_mapped and any((x != x.flat[0]).any() for x in rows)
-    for path in last.changes:
-        if path in base.calls.in_optimizers and _disagree(last.after[path], is_mapped):
-            yield from base.found("replicas diverge", [path])
+    moments = filter(base.calls.in_optimizers.__contains__, last.changes)
+    apart = [path for path in moments if _disagree(last.after[path], is_mapped)]
+    yield from base.found("replicas diverge", apart)
 
 
 def _disagree(leaf: PyTree, is_mapped: bool = False) -> bool:
@@ -166,7 +163,7 @@ def is_comparable(base: Base) -> Findings:
         yield from base.found("update not finite", broken)
         yield OVER
     again = base.call("the same again")
-    if again is not None and is_other(again, base.run, base.run.learning):
+    if again is not None and again.differs(base.run):
         yield from base.found("not repeatable")
         yield OVER
 
@@ -175,15 +172,13 @@ def is_comparable(base: Base) -> Findings:
 
 
 def has_gradients(base: Base) -> Findings:
-    run, scales = base.exact.run, base.calls.scales
-    if scales and not run.floats:
-        yield from base.found("nothing comes back")
-    elif scales and not any(map(run.moved, run.floats)):
+    run = base.exact.run
+    if base.calls.scales and run.floats and not any(map(run.moved, run.floats)):
         yield from base.found("gradients of zero")
 
 
 def unscaled_once(base: Base) -> Findings:
-    """Checks that no leaf of the state grows or falls by powers of S."""
+    """Checks that no leaf of the state grows or falls by powers of an S."""
     rows = _telling(base)
     growing = [path for path, row in rows.items() if row.direction > 0]
     clipped = [path for path, row in rows.items() if row.is_flat_below]
@@ -196,27 +191,13 @@ def unscaled_once(base: Base) -> Findings:
     yield from base.found(rule, told)
 
 
-def unscaled_by_the_same_s(base: Base) -> Findings:
-    """Checks that no leaf grows with the S of one of several optimizers alone."""
-    old, rows = base.exact.run, base.several_s
-    # What all S change at once is told by its power, and what rounding changes by none.
-    is_asked = len(base.calls.scales) > 1 and rows.is_exact and not rows.differing
-    for scale in base.calls.scales if is_asked else ():
-        run = base.exact.call("one S", base.calls.at(2.0**10 * base.s, [scale])) or old
-        for path in filter(rows.states.get, old.learning):
-            usual, new = old.change(path).step, run.change(path).step
-            grows = np.linalg.norm(new) > np.linalg.norm(usual)
-            if grows and is_other(run, old, [path]):
-                yield from base.found("never unscaled", [path])
-
-
 def _telling(base: Base) -> dict[Path, Row]:
     """Returns the moments, or else the weights, that grow or fall by powers of S.
 
     Moments are sums of gradients. If these grow, Adam's updates hardly do, and seem to
     fall: so weights are asked only if no moment moves, or if none of these changes.
     """
-    changing, run = base.several_s.changing, base.exact.run
+    changing, run = base.changing, base.exact.run
     moments = base.calls.in_optimizers if run.moving else changing
     found = {path: row for path, row in changing.items() if path in moments}
     # Sums of a window end at 0. A mean for a log has not the form of any moment.
@@ -233,18 +214,14 @@ def _is_clipped_unscaled(base: Base, rows: dict[Path, Row], paths: list[Path]) -
     """
     if any(row.falls_at_once for row in rows.values()):
         return True
-    runs = base.several_s.runs
-    low, high = min(runs), max(runs)
-    small, large = map(base.exact.with_other_weights, (2.0**low, 2.0**high))
-    if small is None or large is None:
+    low, high = (2.0 ** rows[paths[0]].powers[i] for i in (0, -1))
+    usual = base.exact.call("a clip", s=low), base.exact.call("a clip", s=high)
+    other = [base.exact.with_other_weights(s) for s in (low, high)]
+    steps = [run.steps(paths) for run in (*usual, *other) if run]
+    if len(steps) < 4:
         return False
-
-    def size(small: Run, large: Run) -> float:
-        pairs = ((small.change(p).new, large.change(p).new) for p in paths)
-        return float(np.linalg.norm([np.linalg.norm(x - y) for x, y in pairs]))
-
-    old, new = size(runs[low], runs[high]), size(small, large)
-    return abs(new - old) < 1e-3 * old
+    old = np.linalg.norm(steps[0] - steps[1])
+    return bool(abs(np.linalg.norm(steps[2] - steps[3]) - old) < 1e-3 * old)
 
 
 def reported_unscaled(base: Base) -> Findings:
@@ -255,10 +232,9 @@ def reported_unscaled(base: Base) -> Findings:
         results = {("result", *path): x for path, x in run.results.items()}
         return results | {path: run.after[path] for path in means if path in run.after}
 
-    rows = base.several_s.rows(reports)
-    if not _telling(base):  # a mean that a step carries
-        rows |= base.several_s.changing
-    for path in [path for path, row in rows.items() if row.direction]:
+    # A mean that a step carries may change, too.
+    rows = base.rows(reports) | ({} if _telling(base) else base.changing)
+    for path in rows:
         if path in means or "scale" not in "".join(path).lower():
             yield from base.found("reported scaled", [path])
 
@@ -275,7 +251,7 @@ def unscaled_by_its_own_s(base: Base) -> Findings:
         steps = old.change(path).step, new.change(path).step
         # Weights change by a power of 2: a target is copied at some counters.
         is_halved = count_of_power(*steps, 1, NOISE * np.abs(steps[0]) / 4) != 0
-        if is_other(new, old, [path]) and (old.moving or is_halved):
+        if new.differs(old, [path]) and (old.moving or is_halved):
             yield from base.found("unscaled by the next S", [path])
 
 
@@ -284,23 +260,20 @@ def overflow_is_skipped(base: Base) -> Findings:
 
     At S = inf most are NaN, which a clip does not hide, and a loss may be infinite.
     """
-    exact, usual = base.exact, base.exact.run
-    if "finite" not in usual.counted.values() or base.several_s.changing:
+    usual = base.exact.run
+    if "finite" not in usual.counted.values() or base.changing:
         return  # no skip is told, or what is hidden cannot be told apart
-    run = exact.call("infinite gradients on one device", counter=OVERFLOWS)
+    run = base.exact.call("infinite gradients on one device", counter=OVERFLOWS)
     pairs = [(usual, run), (base.run, base.call("S = 2^100", s=2.0**100))]
-    if not base.several_s.is_exact:
-        pairs += [*itertools.pairwise(base.several_s.runs.values())][-1:]
-    if any(_is_hidden(*pair) for pair in pairs):
+    for several in base.several_s:
+        last = [] if several.is_exact else [*several.runs.values()][-2:]
+        pairs += itertools.pairwise(last)
+    if any(usual.is_alike(run) and run.differs(usual) for usual, run in pairs):
         yield from base.found("overflow hidden")
     elif run is not None:
         flags = base.calls.flags or [(*s, "counter") for s in base.calls.scales]
         alone = [p for p in flags if p in run.after and _disagree(run.after[p])]
         yield from base.found("skipped alone", alone)
-
-
-def _is_hidden(usual: Run, run: Run | None) -> bool:
-    return usual.is_alike(run) and is_other(run, usual, usual.learning)
 
 
 # The step that follows.
@@ -313,35 +286,32 @@ def reads_its_parameters(base: Base) -> Findings:
     # A linear loss has the same gradients too, but moves on.
     moved = {has_moved(base.run.results[path], run.results[path]) for path in losses}
     # Old moments of a large S hide gradients that are scaled by a small one.
-    is_asked = later is not base and run.moving and not base.several_s.changing
+    is_asked = later is not base and run.moving and not base.changing
     if is_asked and moved == {False}:
         other = later.with_other_weights(later.s)
-        if other is not None and not is_other(other, run, run.moving):
+        if other is not None and not other.differs(run):
             yield from base.found("captured parameters", [run.weights[0]])
 
 
 def infinite_s(base: Base) -> Findings:
     """Checks that S = inf, whose products are not finite, skips a step as a whole."""
-    calls, run = base.calls, None
+    calls, later, run = base.calls, base.later, None
     for scale in calls.scales:
-        run = base.later.call("S = inf", calls.at(np.inf, [scale]))
-        found = [] if run is None else _of_one_scale(base.later, run, scale)
-        for each in found:
-            # Gradients that are not scaled do not overflow.
-            if not (base.several_s.changing and each.rule == "overflow hidden"):
-                yield each
+        run = later.call("S = inf", calls.at(np.inf, [scale]))
+        if run is not None:
+            yield from _of_one_scale(base, run, scale)
     if len(calls.scales) > 1:
-        run = base.later.call("S = inf", s=np.inf)
+        run = later.call("S = inf", s=np.inf)
     if run is not None and run.is_skipped:
-        yield from _left_finite(base.later, run)
-        yield from _left_unchanged(base.later, run)
+        yield from _left_finite(later, run)
+        yield from _left_unchanged(later, run)
 
 
 def _of_one_scale(base: Base, run: Run, scale: Path) -> Iterator[Finding]:
     """Checks that S = inf skips the optimizer of that S, which counts it once."""
     counted, place = run.counted[scale], (*scale, "loss_scale")
     if counted == "overflow" and scale[:-1] in run.skipped:
-        adjusted = base.run.change((*scale, "counter")).step
+        adjusted = base.later.run.change((*scale, "counter")).step
         if (adjusted > run.change((*scale[:-1], "skipped")).step).any():
             yield from base.found("S adjusted twice", [place])
     elif counted == "finite" and run.skipped:
@@ -352,19 +322,18 @@ def _of_one_scale(base: Base, run: Run, scale: Path) -> Iterator[Finding]:
 
 def _not_skipped(base: Base, run: Run, scale: Path) -> Iterator[Finding]:
     """Finds out why S = inf skips no step."""
-    usual, place = base.run, (*scale, "loss_scale")
-    if usual.counted[scale] != "finite" and base.calls.adjusts:
-        return  # S is never adjusted
-    if not any(map(usual.moved, usual.floats)):
-        return  # gradients of zero
-    if run.counted[scale] == "kept" and usual.counted[scale] == "finite":
-        yield from base.found("state put back", [place])
+    usual, place = base.later.run, [(*scale, "loss_scale")]
+    adjusts, is_counted = base.calls.adjusts, usual.counted[scale] == "finite"
+    if (adjusts and not is_counted) or not any(map(usual.moved, usual.floats)):
+        return  # S is never adjusted, or gradients are 0
+    if is_counted and run.counted[scale] == "kept":
+        yield from base.found("state put back", place)
     elif run.broken:
-        yield from _left_finite(base, run)
+        yield from _left_finite(base.later, run)
     elif all(change.is_as(usual.changes[path]) for path, change in run.changes.items()):
-        yield from base.found("S not used", [place])
-    elif base.calls.adjusts:
-        yield from base.found("overflow hidden", [place])
+        yield from base.found("S not used", place)
+    elif adjusts and not base.changing:  # what is not scaled does not overflow
+        yield from base.found("overflow hidden", place)
 
 
 def _left_finite(base: Base, run: Run) -> Iterator[Finding]:
@@ -411,13 +380,19 @@ def spike(base: Base) -> Findings:
 
 def nan_in_batch(base: Base) -> Findings:
     """Checks a NaN in one row of an argument that makes the loss NaN."""
-    if not (base.calls.states or base.calls.scales):
-        return
-    for values in _batches_with_nan(base.later):
-        run = base.later.call("a NaN", values)
+    calls, later = base.calls, base.later
+    if calls.has_other_optimizers or not (calls.states or calls.scales):
+        return  # something does not skip a NaN
+    for values in _batches_with_nan(later):
+        run = later.call("a NaN", values)
         # The loss does not depend on some arguments, such as a learning rate.
-        if run is not None and not base.later.run.is_alike(run):
-            yield from _after_nan(base.later, run)
+        if run is not None and not later.run.is_alike(run):
+            yield from _left_finite(later, run)
+            # A call of several steps, or members, may apply others.
+            applied = (host(run.after[*state, "applied"]) for state in calls.states)
+            # With a loss scale, S = inf has shown what changes on a skip.
+            if not (calls.scales or any(map(np.any, applied))):
+                yield from _left_unchanged(later, run)
             return
     yield "a NaN: no argument was found that makes the loss NaN"
 
@@ -433,22 +408,10 @@ def _batches_with_nan(base: Base) -> list[dict[Path, np.ndarray]]:
     return list(batches.values())
 
 
-def _after_nan(base: Base, run: Run) -> Findings:
-    """Checks what a step leaves whose loss is NaN."""
-    if base.calls.has_other_optimizers:
-        return  # these skip no NaN
-    yield from _left_finite(base, run)
-    # A call of several steps, or members, may apply others.
-    applied = [host(run.after[*state, "applied"]).any() for state in base.calls.states]
-    # With a loss scale, S = inf has shown what changes on a skip.
-    if not (any(applied) or base.calls.scales):
-        yield from _left_unchanged(base, run)
-
-
 PASSES = (
     *(is_applied, constant_s, arrays_without_names, half_results),
     *(adjusts_s, changes_something, guards_see_losses, replicas_agree, is_comparable),
-    *(has_gradients, unscaled_by_its_own_s, unscaled_once, unscaled_by_the_same_s),
+    *(has_gradients, unscaled_by_its_own_s, unscaled_once),
     *(reported_unscaled, overflow_is_skipped, reads_its_parameters, infinite_s),
     *(spike, nan_in_batch),
 )

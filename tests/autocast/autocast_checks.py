@@ -49,3 +49,9 @@ def assert_norm_close(got, wanted, tolerance):
 
 def n32(x):
     return x.astype(jnp.float32)
+
+
+def flat(tree):
+    """All entries of a tree's arrays."""
+    leaves = jax.tree.leaves(tree)
+    return np.concatenate([np.ravel(np.asarray(x, float)) for x in leaves])

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from autocast_checks import n32
 from autocast_programs import arrays
 from flax import nnx
 from flax.core import FrozenDict
@@ -28,7 +29,6 @@ from jmp_scale import autocast, diagnostics, in_half, keep_float32
 from jmp_scale._autocast.types_first import trace
 
 W, X = arrays((4, 4), (4, 4))
-n32 = functools.partial(jnp.asarray, dtype=jnp.float32)
 NAMES = [f"layer{i}" for i in range(11)]  # sorted, layer10 comes before layer2
 DTYPES = ["float32", "bfloat16"]
 TRACED = set()  # dtypes of layers

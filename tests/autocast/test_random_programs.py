@@ -1,7 +1,7 @@
 """Random programs of blocks that look like what `autocast` recognizes.
 
-A few run among the slow tests. `python tests/autocast/test_random_programs.py FIRST
-LAST` runs the programs of these seeds, prints each one that fails, and how many did.
+A few run among the slow tests. `SEEDS="100 900" pytest -m slow` of this file runs the
+programs of these seeds.
 
 All arrays are square, so that wrong axes have the right shapes. Gradients of weights
 are compared with those of float32: their error is at most a few times that of the same
@@ -9,13 +9,13 @@ program with its products cast by hand.
 """
 
 import functools
-import sys
-import traceback
+import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from autocast_checks import flat, jit_with_roundings, n32
 from jax import lax
 
 from jmp_scale import _jaxpr, autocast
@@ -24,7 +24,7 @@ N = 4
 ROWS = np.arange(N)
 MASK = np.tri(N, dtype=bool)
 NAMES = "layer10", "layer2", "layer1", "gain"  # sorted, they have another order
-CALLS = "jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2"
+SEEDS = range(*map(int, os.environ.get("SEEDS", "12").split()))
 MODES = "clip", "fill", "promise_in_bounds", None
 PLAIN = _jaxpr.words("layer bias norm softmax pick rows moves stack attention every")
 NESTED = _jaxpr.words("branch loop carry remat vmap jit")
@@ -364,38 +364,10 @@ def by_hand(dtype):
     return dot
 
 
-def evaluated(jaxpr, operands):
-    """Evaluates a program equation by equation, for which next to nothing compiles."""
-    inner, constants = _jaxpr.open_jaxpr(jaxpr)
-    inputs = [*inner.constvars, *inner.invars]
-    values = dict(zip(inputs, [*constants, *operands], strict=True))
-    for eqn in inner.eqns:
-        read = [_jaxpr.value_of(v, values) for v in eqn.invars]
-        values.update(zip(eqn.outvars, results(eqn, read), strict=True))
-    return _jaxpr.results_of(inner, values)
-
-
-def results(eqn, operands):
-    if eqn.primitive.name == "cond":
-        return evaluated(eqn.params["branches"][int(operands[0])], operands[1:])
-    if eqn.primitive.name in CALLS:
-        return evaluated(_jaxpr.subjaxprs(eqn)[0], operands)
-    if eqn.primitive.name != "scan":
-        return _jaxpr.evaluate(eqn, operands)
-    loop = _jaxpr.scan_of(eqn)
-    last = loop.consts + loop.carry
-    carry, xs = operands[loop.consts : last], [*map(np.asarray, operands[last:])]
-    turns, rows = range(loop.trips), {}
-    for i in reversed(turns) if eqn.params["reverse"] else turns:
-        read = *operands[: loop.consts], *carry, *(jnp.asarray(x[i]) for x in xs)
-        found = evaluated(loop.body, read)
-        carry, rows[i] = found[: loop.carry], found[loop.carry :]
-    columns = zip(*(rows[i] for i in turns), strict=True)
-    return [*carry, *(jnp.asarray(np.stack(column)) for column in columns)]
-
-
-def errors(seed):
-    """Relative errors of the gradients: by hand, and with `autocast`."""
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:autocast")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_random_program_has_the_gradient_of_one_cast_by_hand(seed):
     blocks = Blocks(seed)
     run, way = blocks.program(), WAYS[blocks.one_of(*WAYS)]
     dtype = blocks.one_of("float16", "bfloat16")
@@ -408,53 +380,26 @@ def errors(seed):
     x = jnp.float32(rng.normal(size=(N, N)))
     y = jnp.asarray(rng.integers(0, N, N), jnp.int32)
 
-    def gradient(dot, cast=lambda f: f):
+    def gradient(weights, dot=jnp.matmul, cast=lambda f: f):
         def loss(w):
             held = {name: w[name] for name in order}
             z = way(cast, functools.partial(run, dot), held)(x, y)
             return 8 * jnp.mean(jnp.sin(z) + z * z / 4)
 
-        return jax.grad(loss)
+        return jax.grad(loss)(weights)
 
-    def all_of_them(weights):
-        wide = {name: w.astype(jnp.float32) for name, w in weights.items()}
-        yield gradient(jnp.matmul)(wide)
-        yield gradient(by_hand(dtype))(wide)
+    def gradients(weights):
+        wide = jax.tree.map(n32, weights)
+        yield gradient(wide)
+        yield gradient(wide, by_hand(dtype))
         for recompute in (True, False):
             cast = functools.partial(autocast, dtype=dtype, recompute=recompute)
-            yield gradient(jnp.matmul, cast)(weights)
+            yield gradient(weights, cast=cast)
 
-    jaxpr = jax.make_jaxpr(lambda w: [*all_of_them(w)])(weights)
-    found = evaluated(jaxpr, jax.tree.leaves(weights))
-    parts = (found[i : i + len(NAMES)] for i in range(0, len(found), len(NAMES)))
-    want, *others = (np.ravel(np.float64([*map(np.asarray, part)])) for part in parts)
-    size = np.linalg.norm(want) + 1e-2
-    return [np.linalg.norm(each - want) / size for each in others], dtype
-
-
-def check(seed):
-    """Returns whether there was something to compare: a program may overflow."""
-    (hand, *ours), dtype = errors(seed)
+    found = jit_with_roundings(lambda weights: [*gradients(weights)])(weights)
+    exact, *others = map(flat, found)
+    size = np.linalg.norm(exact) + 1e-2
+    hand, *ours = (np.linalg.norm(each - exact) / size for each in others)
     bound = 6 * hand + 12 * float(jnp.finfo(dtype).eps)
-    within = all(error <= bound for error in ours)
-    assert within or np.isnan(hand), f"{ours}, by hand {hand} ({dtype})"
-    return np.isfinite(hand)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:autocast")
-@pytest.mark.parametrize("seed", range(12))
-def test_a_random_program_has_the_gradient_of_one_cast_by_hand(seed):
-    check(seed)
-
-
-if __name__ == "__main__":
-    first, last = map(int, sys.argv[1:])
-    failed, overflown = [], 0
-    for seed in range(first, last):
-        try:
-            overflown += not check(seed)
-        except Exception:  # each is told, and the next one runs
-            failed.append(seed)
-            print(seed, traceback.format_exc(limit=-3), flush=True)
-    print(f"{len(failed)} of {last - first} failed: {failed}; {overflown} overflow")
+    # A program may overflow, and then there is nothing to compare.
+    assert np.isnan(hand) or all(error <= bound for error in ours)

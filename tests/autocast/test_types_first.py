@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from autocast_checks import flat, n32
 from autocast_programs import arrays, products
 from flax import nnx
 from helpers import EXPLICIT, ONE_AXIS, by_name
@@ -27,7 +28,6 @@ from jmp_scale._autocast.values import Stored
 N, MANY = 16, 512
 W, X, STACK, TABLE = arrays((N, N), (MANY, 4, N), (4, N, N), (40, N), scale=0.2)
 B = jnp.zeros(N)
-n32 = functools.partial(jnp.asarray, dtype=jnp.float32)
 norm = jnp.linalg.norm
 
 
@@ -211,11 +211,6 @@ PROGRAMS = {
 
 def gradient_of(fun, weights):
     return jax.grad(fun, argnums=range(1, 1 + len(weights)))
-
-
-def flat(gradients):
-    leaves = jax.tree.leaves(gradients)
-    return np.concatenate([np.ravel(np.asarray(g, float)) for g in leaves])
 
 
 def evaluated(gradient, weights, wrap=jax.jit):

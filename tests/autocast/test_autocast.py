@@ -1,10 +1,14 @@
 """`autocast`: products in half precision, the rest as it was, for whatever program."""
 
 import contextlib
+import copy
 import functools
 import gc
+import inspect
+import pickle
 import weakref
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +36,7 @@ from autocast_programs import (
 from helpers import by_name, slow
 from jax import lax
 
+import jmp_scale.nnx
 from jmp_scale import autocast
 
 QUICK = "layer_norm", "scan_reversed_and_unrolled", "custom_vjp_with_products"
@@ -61,14 +66,8 @@ def test_x64_changes_nothing_for_a_float32_program():
 
 
 @pytest.mark.parametrize("dtype", ["bf16", jnp.bfloat16])
-def test_a_dtype_is_a_name_or_a_dtype_and_a_partial_decorates(dtype):
-    @functools.partial(autocast, dtype=dtype)
-    def decorated(w, x):
-        """What it does."""
-        return layer(w, x)
-
-    assert products(decorated, W, X) == [BF16]
-    assert (decorated.__name__, decorated.__doc__) == ("decorated", "What it does.")
+def test_a_dtype_is_a_name_or_a_dtype(dtype):
+    assert products(autocast(layer, dtype), W, X) == [BF16]
 
 
 STACK = jnp.stack([W, W.T])
@@ -229,3 +228,50 @@ def test_effects_keep_their_order():
     jax.block_until_ready(jax.jit(autocast(f, "float16"))(W, X))
     jax.effects_barrier()
     assert seen == [0, 1, 2, 3, 4]
+
+
+@functools.partial(autocast, dtype="bfloat16")
+def decorated(model, w):
+    return jnp.sum(w @ model.w)
+
+
+class Plain:
+    w, loss = jnp.eye(4), decorated
+
+
+class Model(eqx.Module):
+    w: jax.Array
+    loss = decorated
+
+
+@pytest.mark.parametrize("transform", [autocast, jmp_scale.nnx.autocast])
+def test_name_documentation_and_signature_are_those_of_the_function(transform):
+    def loss(w, x=2.0):
+        """A product of w with itself."""
+        return jnp.sum(w @ w) * x
+
+    half = transform(loss, "bfloat16")
+    assert inspect.signature(half) == inspect.signature(loss)
+    assert inspect.unwrap(half) is loss
+    assert inspect.getdoc(half) == inspect.getdoc(loss)
+    names = ("__name__", "__qualname__", "__module__")
+    assert all(getattr(half, name) == getattr(loss, name) for name in names)
+    assert "loss" in jax.jit(half).lower(W).as_text().splitlines()[0]
+
+
+def test_a_decorated_method_is_bound_to_its_object():
+    assert inspect.ismethod(Plain().loss)
+    assert float(jax.jit(Plain().loss)(Plain.w)) == 4
+    assert float(jax.jit(lambda w: Plain.loss(Plain(), w))(Plain.w)) == 4
+
+
+def test_a_decorated_method_of_a_module_is_differentiated():
+    model = Model(2 * Plain.w)
+    assert float(eqx.filter_jit(model.loss)(Plain.w)) == 8
+    grads = eqx.filter_jit(eqx.filter_grad(Model.loss))(model, Plain.w)
+    assert grads.w.tolist() == jnp.ones((4, 4)).tolist()
+
+
+def test_a_decorated_function_is_pickled_by_its_name():
+    assert pickle.loads(pickle.dumps(decorated)) is decorated
+    assert copy.deepcopy(decorated) is decorated

@@ -24,7 +24,7 @@ TESTED_BY = {
     "_autocast.casting": ("autocast/test_autocast_warnings", "a derivative is noted"),
     "_autocast.interpreter": ("autocast/test_autocast", "programs run as planned"),
     "_autocast.recompute.units": ("autocast/test_exact", "it is what was computed"),
-    "_autocast.derivatives": ("autocast/test_modes", "derivatives are of all modes"),
+    "_autocast.derivatives": ("autocast/test_autocast_derivatives", "of all modes"),
     "_autocast.higher_order": ("autocast/test_autocast_loops", "loops run as they did"),
     "_autocast.values": ("autocast/test_types_first", "sums are those of programs"),
     "_cpu": ("test_machine", "the command says what the processor has"),

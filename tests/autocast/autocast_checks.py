@@ -36,9 +36,9 @@ def assert_close(got, wanted, tolerance):
             assert np.abs(x - y).max() <= tolerance * max(np.abs(y).max(), 1e-3)
 
 
-def assert_close_gradients(loss, *args):
+def assert_close_gradients(loss, *args, **options):
     """Also its value, cast to float16 and as it is."""
-    half = autocast(loss, "float16")
+    half = autocast(loss, "float16", **options)
     got, wanted = (jax.jit(jax.value_and_grad(f))(*args) for f in (half, loss))
     assert_close(got, wanted, 0.02)
 

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from autocast_checks import (
     F16,
     assert_close,
+    assert_close_gradients,
     assert_norm_close,
     jit_with_roundings,
     transposes_checkpoints,
@@ -19,6 +21,8 @@ from autocast_programs import (
     N,
     W,
     X,
+    arrays,
+    layer,
     mean_square,
     product_with_a_rule,
     products,
@@ -29,25 +33,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from jmp_scale import _jaxpr, autocast
-
-
-def kept(fun, *args):
-    """Types of the arrays that the backward pass keeps, except arguments and casts."""
-
-    def backward(*args):
-        return jax.tree.leaves(jax.vjp(fun, *args)[1])
-
-    jaxpr = jax.make_jaxpr(backward)(*args).jaxpr
-    given, casts = {*jaxpr.invars}, ("convert_element_type", "stop_gradient")
-    for eqn in jaxpr.eqns:
-        name, own = eqn.primitive.name, given.issuperset(_jaxpr.variables(eqn.invars))
-        # A function of one array that returns it: its value, and its gradient.
-        returns = name == "custom_jvp_call" and not eqn.params["call_jaxpr"].eqns
-        if own and (name in casts or returns):
-            given.update(eqn.outvars)
-    results = [v for v in jaxpr.outvars if not _jaxpr.is_literal(v)]
-    return [v.aval for v in dict.fromkeys(results) if v not in given]
+from jmp_scale import autocast
 
 
 @pytest.mark.parametrize("recompute", [True, slow(False)])
@@ -66,13 +52,6 @@ def test_only_gradients_of_weights_are_added_in_float32(recompute):
     np.testing.assert_array_equal(of_weight, 8 * (1 + 1 / 512))
 
 
-def sizes_of(fun, *args):
-    """How many arrays of the size of `X` are kept, by dtype."""
-    avals = [a for a in kept(fun, *args) if a.size >= X.size]
-    assert all(a.size == X.size for a in avals)
-    return collections.Counter(a.dtype.name for a in avals)
-
-
 @transposes_checkpoints
 def test_a_layer_keeps_its_stream_and_the_results_of_its_products():
     def loss(w, x):
@@ -81,12 +60,15 @@ def test_a_layer_keeps_its_stream_and_the_results_of_its_products():
             x = x + jax.nn.standardize(y, epsilon=1e-6)
         return mean_square(x)
 
-    # Of six products the results, of two streams what a product or the loss reads.
-    assert sizes_of(autocast(loss, "float16"), W, X) == {"float16": 7, "float32": 1}
-    # Also with a weight that is stored in half precision.
-    assert sizes_of(autocast(loss, "float16"), W.astype("float16"), X).total() == 8
-    plain = sizes_of(autocast(loss, "float16", recompute=False), W, X)
-    assert plain["float32"] > 9
+    def kept(w, **options):
+        backward = jax.vjp(autocast(loss, "float16", **options), w, X)[1]
+        arrays = [x for x in jax.tree.leaves(backward) if x.shape == X.shape]
+        return collections.Counter(x.dtype.name for x in arrays)
+
+    # The argument and its copy; of six products the results; of two streams what a
+    # product or the loss reads.
+    assert kept(W) == kept(W.astype("float16")) == {"float16": 8, "float32": 2}
+    assert kept(W, recompute=False)["float32"] > 10
 
 
 def test_a_bfloat16_backward_pass_needs_no_loss_scale():
@@ -127,7 +109,6 @@ def test_second_derivatives_have_the_range_of_the_backward_pass(derivative):
     assert_norm_close(got, plain, 0.01)
 
 
-@transposes_checkpoints
 @jax.custom_jvp
 def solved(w, x):
     """As of a solver: its solution, and numbers that have no derivative."""
@@ -159,11 +140,10 @@ def test_a_rule_may_say_that_a_result_has_no_tangent(recompute):
 
         return mean_square(lax.scan(step, x, length=2)[0])
 
-    half = autocast(loss, "float16", recompute=recompute)
-    one = jnp.float32(1.0)
-    got, wanted = (jax.jit(jax.grad(f))(one, W, X) for f in (half, loss))
-    assert_close(got, wanted, 0.02)
-    assert {*products(jax.grad(half), one, W, X)} == {F16}
+    args = jnp.float32(1.0), W, X
+    assert_close_gradients(loss, *args, recompute=recompute)
+    grad = jax.grad(autocast(loss, "float16", recompute=recompute))
+    assert {*products(grad, *args)} == {F16}
 
 
 @pytest.mark.parametrize("recompute", [True, slow(False)])
@@ -191,10 +171,9 @@ def test_a_rule_may_have_an_ordered_effect(recompute):
     def loss(w):
         return mean_square(fun(X @ w))
 
-    got = jax.jit(jax.grad(autocast(loss, "bfloat16", recompute=recompute)))(W)
+    assert_close_gradients(loss, W, recompute=recompute)
     jax.effects_barrier()
-    assert seen
-    assert_close(got, jax.grad(loss)(W), 0.02)
+    assert len(seen) > 1  # in each of both programs
 
 
 def foreign(name):
@@ -203,19 +182,14 @@ def foreign(name):
     def fun(x, y):
         return x * jnp.sin(y) + y * y
 
-    def rule(primals, tangents, **_):
-        pairs = zip(primals, tangents, strict=True)
-        tangents = (
-            jnp.zeros_like(x) if isinstance(t, ad.Zero) else t for x, t in pairs
-        )
-        return primitive.bind(*primals), jax.jvp(fun, tuple(primals), tuple(tangents))[
-            1
-        ]
-
     primitive = Primitive(name)
     primitive.def_abstract_eval(lambda x, y: x)
     mlir.register_lowering(primitive, mlir.lower_fun(fun, multiple_results=False))
-    ad.primitive_jvps[primitive] = rule
+    ad.defjvp(
+        primitive,
+        lambda t, x, y: t * jnp.sin(y),
+        lambda t, x, y: t * (x * jnp.cos(y) + 2 * y),
+    )
     return primitive.bind, fun
 
 
@@ -227,3 +201,84 @@ def test_a_foreign_primitive_is_not_taken_for_one_of_its_name(name):
     opaque, plain = (functools.partial(loss, fun) for fun in foreign(name))
     found, wanted = (jax.jit(jax.grad(autocast(f, "f16")))(W) for f in (opaque, plain))
     assert_norm_close(found, wanted, 0.01)
+
+
+A, B = arrays((3, N, 2), (3, 2, N), scale=0.3)
+ONE = jnp.float32(1.0)
+
+
+def dense(s, w):
+    return mean_square(layer(s * w, layer(s * w, X)))
+
+
+def scan(s, w):
+    return mean_square(lax.scan(lambda h, _: (layer(s * w, h), h), X, length=3)[0])
+
+
+def calls(s, w):
+    """A checkpoint, branches, and a function with a rule of its own."""
+
+    @jax.checkpoint
+    def block(w, x):
+        return lax.cond(x[0, 0] > 9, layer, product_with_a_rule, w, x)
+
+    return mean_square(block(s * w, block(s * w, X)))
+
+
+def lora(s, w):
+    """Adapters under `vmap`, of one weight stored in half precision."""
+
+    def adapted(a, b):
+        h = jnp.tanh(X @ w + (X @ (s * a)) @ (s * b))
+        return mean_square(h @ w)
+
+    return jnp.sum(jax.vmap(adapted)(A, B))
+
+
+OF_A_SCALAR = {
+    "dense": (dense, 0.6 * W),
+    "scan": (scan, 0.6 * W),
+    "calls": (calls, 0.6 * W),
+    "lora": (lora, 0.6 * W.astype("bfloat16")),
+}
+# Each returns a function of a scalar; all but the last are its derivative.
+MODES = {
+    "jvp": lambda f: lambda s: jax.jvp(f, (s,), (ONE,))[1],
+    "jacfwd": jax.jacfwd,
+    "jacrev": jax.jacrev,
+    "linearize": lambda f: lambda s: jax.linearize(f, s)[1](ONE),
+    "vmap of nothing": lambda f: (
+        lambda s: jnp.mean(jax.vmap(lambda s, _: f(s), (None, 0))(s, jnp.arange(2.0)))
+    ),
+}
+# Of each kind of program a fifth of all chains, in which each two modes meet.
+CHAINS = [
+    (*chain, *kind)
+    for chain in itertools.product(MODES, repeat=3)
+    for i, kind in enumerate(itertools.product(OF_A_SCALAR, [True, False]))
+    if (sum(map([*MODES].index, chain)) - i) % 5 == 0
+]
+
+
+@functools.cache
+def float32_derivative(name, order):
+    """By forward mode alone, with which all must agree."""
+    fun, w = OF_A_SCALAR[name]
+    derivative = lambda s: fun(s, w.astype("float32"))  # noqa: E731
+    for _ in range(order):
+        derivative = jax.jacfwd(derivative)
+    return jax.jit(derivative)(ONE)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "third", "name", "recompute"),
+    by_name([("jvp", "jacfwd", "jacfwd", "lora", False)], CHAINS),
+)
+def test_derivatives_are_those_of_float32(first, second, third, name, recompute):
+    fun, w = OF_A_SCALAR[name]
+    half = autocast(fun, "bfloat16", recompute=recompute)
+    derivative, chain = lambda s: half(s, w), (first, second, third)
+    for mode in chain:
+        derivative = MODES[mode](derivative)
+    wanted = float32_derivative(name, 3 - chain.count("vmap of nothing"))
+    assert jnp.abs(jax.jit(derivative)(ONE) - wanted) < 0.02 * jnp.abs(wanted)

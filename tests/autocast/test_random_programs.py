@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 from autocast_checks import flat, jit_with_roundings, n32
 from jax import lax
+from test_picks import WAYS as PICKS
+from test_softmax import CUBES, MATRICES
 
 from jmp_scale import _jaxpr, autocast
 
@@ -113,39 +115,10 @@ class Blocks:
 
     def softmax(self, _):
         """A softmax that a product reads, or what resembles one."""
-        name, axis, product = self.one_of(*NAMES), self.one_of(0, 1), self.product()
-        above = self.one_of(
-            *[lambda e, s, w: e] * 4,
-            lambda e, s, w: e * w,
-            lambda e, s, w: jnp.where(MASK, e, 0),
-            lambda e, s, w: jnp.exp(w),
-        )
-        below = self.one_of(
-            *[lambda e, s, w: e] * 4,
-            lambda e, s, w: e * w * w,
-            lambda e, s, w: jnp.where(MASK, e, 0),
-            lambda e, s, w: jnp.exp(s.T),
-            lambda e, s, w: jnp.exp2(s),
-            lambda e, s, w: e.T,
-        )
-        total = self.one_of(
-            *[lambda e: e.sum(axis, keepdims=True)] * 2,
-            lambda e: jnp.expand_dims(e.sum(axis), 1 - axis),
-            lambda e: jnp.expand_dims(e.sum(axis), axis),
-            lambda e: e.sum(axis).reshape(1, N),
-            lambda e: e.sum(axis).reshape(N, 1),
-            lambda e: e.sum(axis, keepdims=True).T,
-            lambda e: jnp.broadcast_to(e.sum(axis, keepdims=True), e.shape),
-            lambda e: e.sum(axis)[ROWS[:, None]],
-            lambda e: jnp.repeat(e.sum(axis)[None], N, 0),
-            lambda e: e.sum(axis, keepdims=True)[::-1, ::-1],
-            lambda e: e.sum(),
-            lambda e: jnp.cumsum(e, axis),
-            lambda e: 1 + e.sum(axis, keepdims=True),
-        )
+        product, form = self.product(), self.one_of(*MATRICES.values())
         shift = self.one_of(
             lambda s: 0.0,
-            lambda s: lax.stop_gradient(s.max(axis, keepdims=True)),
+            lambda s: lax.stop_gradient(s.max(1, keepdims=True)),
             lambda s: s.mean(),
         )
         reads = self.one_of(
@@ -158,9 +131,7 @@ class Blocks:
         def softmax(dot, w, x, y):
             s = product(dot, w, x, y)
             s = s - shift(s)
-            e = jnp.exp(s)
-            p = above(e, s, w[name]) / (total(below(e, s, w[name])) + 0)
-            return reads(dot, p, x)
+            return reads(dot, form(jnp.exp(s), s), x)
 
         return softmax
 
@@ -169,25 +140,18 @@ class Blocks:
         product, mode = self.product(), self.one_of(*MODES)
         shift, dtype = self.one_of(0, 0, 2, -3), self.one_of("int32", "uint8", "int8")
         pick = self.one_of(
-            lambda z, y: z.at[ROWS, y].get(mode=mode),
-            lambda z, y: z.at[y, ROWS].get(mode=mode),
-            lambda z, y: z.at[jnp.arange(N), y].get(mode=mode),
+            *(functools.partial(way, mode=mode) for way in PICKS.values()),
             lambda z, y: z.at[ROWS[::-1], y].get(mode=mode),
             lambda z, y: z.at[ROWS // 2, y].get(mode=mode),
             lambda z, y: z.at[y].get(mode=mode)[:, 0],
-            lambda z, y: jnp.take_along_axis(z, y[:, None], 1, mode=mode)[:, 0],
             lambda z, y: jnp.take_along_axis(z, y[None], 0, mode=mode)[0],
-            lambda z, y: jax.vmap(lambda r, k: r.at[k].get(mode=mode))(z, y),
-            lambda z, y: jax.vmap(lambda r, k: lax.dynamic_index_in_dim(r, k))(z, y)[
-                :, 0
-            ],
             lambda z, y: jnp.sum(z * jax.nn.one_hot(y, N), 1),
         )
         logits = self.one_of(lambda z: z, jax.nn.log_softmax, jnp.sin)
 
         def picked(dot, w, x, y):
             found = pick(logits(product(dot, w, x, y)), (y + shift).astype(dtype))
-            return x + jnp.nan_to_num(found)[:, None]
+            return x + jnp.nan_to_num(found).reshape(N, 1)
 
         return picked
 
@@ -240,13 +204,7 @@ class Blocks:
 
     def attention(self, _):
         left, right, value = self.product(), self.product(), self.product()
-        soft = self.one_of(
-            jax.nn.softmax,
-            lambda s: jax.nn.softmax(s, (1, 2)),
-            lambda s: jax.nn.softmax(s, where=MASK[None]),
-            lambda s: jnp.exp(s) / jnp.exp(s).sum(-1, keepdims=True),
-            lambda s: jnp.exp(s - s.max(1, keepdims=True)) / jnp.exp(s).sum(2)[None],
-        )
+        soft = self.one_of(jax.nn.softmax, *CUBES.values())
 
         def attention(dot, w, x, y):
             q, k, v = (
@@ -254,7 +212,7 @@ class Blocks:
                 for f in (left, right, value)
             )
             scores = dot(q, jnp.swapaxes(k, 1, 2))
-            return jnp.tanh(dot(soft(scores), v).mean(0))
+            return jnp.tanh(dot(soft(jnp.exp(scores)), v).mean(0))
 
         return attention
 

@@ -19,24 +19,20 @@ pytestmark = pytest.mark.usefixtures("few_calls")
 X = jnp.linspace(0.1, 1.0, 12).reshape(3, 4)
 
 
-def diagnose(fun, *args, **kwargs):
-    return diagnostics.diagnose_nonfinite(fun, 2.0**15, *args, **kwargs)
+def of_both(tool):
+    """A tool that compares two losses, here a loss with itself."""
+    return lambda fun, *args, **kwargs: tool(fun, fun, *args, **kwargs)
 
 
-def compare(fun, *args, **kwargs):
-    return diagnostics.compare_gradients(fun, fun, *args, **kwargs)
-
-
-def speed(fun, *args, **kwargs):
-    return diagnostics.compare_speed(fun, fun, *args, **kwargs)
-
-
+compare = of_both(diagnostics.compare_gradients)
 TOOLS = {
     "compare_gradients": compare,
-    "diagnose_nonfinite": diagnose,
+    "diagnose_nonfinite": lambda fun, *args, **kwargs: diagnostics.diagnose_nonfinite(
+        fun, 2.0**15, *args, **kwargs
+    ),
     "precision_report": diagnostics.precision_report,
     "sensitive_products": diagnostics.sensitive_products,
-    "compare_speed": speed,
+    "compare_speed": of_both(diagnostics.compare_speed),
 }
 
 
@@ -86,29 +82,30 @@ def leaves_loss(model, x):
     return jnp.mean(y.astype(jnp.float32) ** 2), y
 
 
-def of_equinox():
-    keys = jax.random.split(jax.random.key(0), 2)
-    attention = eqx.nn.MultiheadAttention(1, 4, key=keys[0])
-    mlp = eqx.nn.MLP(4, 1, 4, 1, activation=jax.nn.relu, key=keys[1])
-    return equinox_loss, Scaled(attention, mlp, 2.0), eqx.filter_value_and_grad
-
-
-def of_nnx():
-    return nnx_loss, Network(nnx.Rngs(0)), nnx.value_and_grad
-
-
-def of_leaves():
-    model = {
-        "w": jnp.full((4, 2), 0.5),
-        "columns": jnp.arange(4)[::-1],
-        "key": jax.random.key(0),
-        "activation": jnp.tanh,
-    }
-    return leaves_loss, model, eqx.filter_value_and_grad
-
-
+KEYS = jax.random.split(jax.random.key(0), 2)
 # Each makes a loss, a model, and how its library differentiates.
-MODELS = {"equinox": of_equinox, "NNX": of_nnx, "leaves": of_leaves}
+MODELS = {
+    "equinox": lambda: (
+        equinox_loss,
+        Scaled(
+            eqx.nn.MultiheadAttention(1, 4, key=KEYS[0]),
+            eqx.nn.MLP(4, 1, 4, 1, activation=jax.nn.relu, key=KEYS[1]),
+            factor=2.0,
+        ),
+        eqx.filter_value_and_grad,
+    ),
+    "NNX": lambda: (nnx_loss, Network(nnx.Rngs(0)), nnx.value_and_grad),
+    "leaves": lambda: (
+        leaves_loss,
+        {
+            "w": jnp.full((4, 2), 0.5),
+            "columns": jnp.arange(4)[::-1],
+            "key": KEYS[0],
+            "activation": jnp.tanh,
+        },
+        eqx.filter_value_and_grad,
+    ),
+}
 
 
 def gist(found):
@@ -142,7 +139,7 @@ def is_numbers(x):
 
 
 def test_a_transform_that_is_given_holds():
-    fun, model, _ = of_equinox()
+    fun, model, _ = MODELS["equinox"]()
     with pytest.raises(TypeError, match="grad requires real"):
         compare(fun, model, X, has_aux=True, transform=jax.value_and_grad)
 
@@ -155,11 +152,8 @@ def test_without_an_array_to_differentiate_the_error_is_that_of_jax():
 
 def test_integers_of_a_second_argument_are_fixed_and_a_tuple_comes_back():
     model = {"w": jnp.ones((4, 2)), "i": jnp.arange(2)}
-    found = compare(
-        lambda x, model: jnp.sum(x @ model["w"][:, model["i"]]),
-        *(X, model),
-        argnums=(1, 0),
-    )
+    loss = lambda x, model: jnp.sum(x @ model["w"][:, model["i"]])  # noqa: E731
+    found = compare(loss, X, model, argnums=(1, 0))
     assert [leaf.path for leaf in found.leaves] == ["[0]['w']", "[1]"]
 
 

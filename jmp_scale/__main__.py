@@ -22,16 +22,17 @@ _SEND = (
 
 
 def main(
-    argv: Sequence[str] | None = None, *, plan: machine.Plan | None = None
+    argv: Sequence[str] | None = None, *, sizes: machine.Sizes | None = None
 ) -> None:
-    """Prints the report. `plan` is for tests: small sizes, little time."""
+    """Prints the report. `sizes` is for tests."""
     arguments = _parser().parse_args(argv)
     logging.basicConfig(format="%(message)s")  # on stderr
     logging.getLogger("jmp_scale").setLevel(logging.INFO)  # which says the progress
     device, has_units = machine.device(), has_bfloat16_units()
-    plan = plan or machine.plan(device["platform"], has_units=has_units)
-    products = machine.products(plan.side, plan.seconds[0])
-    model = _measured(plan) if arguments.measure else []
+    kind = machine.kind(device["platform"], has_units=has_units)
+    sizes = sizes or machine.SIZES[kind]
+    products = machine.products(sizes)
+    model = _measured(sizes) if arguments.measure else []
     # The gradients of a model say more than a product does.
     shown = next((found for found in model if found.believable), products)
     report: dict[str, Any] = {
@@ -40,7 +41,7 @@ def main(
         "processor": {"name": processor_name(), "bfloat16_units": has_units},
         "versions": {"jmp_scale": __version__, **machine.versions()},
         "environment": machine.environment(),
-        "advice": machine.advice(shown, device["platform"], has_units=has_units),
+        "advice": machine.advice(shown, kind),
         "comparisons": [products, *model],
     }
     if arguments.measure:
@@ -53,14 +54,11 @@ def main(
         print(_text(report))
 
 
-def _measured(plan: machine.Plan) -> list[Comparison]:
+def _measured(sizes: machine.Sizes) -> list[Comparison]:
     """Compares the gradients, and then whole steps, of a model."""
-    model, seconds = machine.gpt(plan.sizes), plan.seconds[1]
-    of_loss, of_steps = machine.gradients(model), machine.steps(model)
-    return [
-        compare(*of_loss, seconds, gradient_of=lambda out: out[1]),
-        compare(*of_steps, seconds),
-    ]
+    model = machine.gpt(sizes)
+    gradients = compare(*machine.gradients(model), 25, gradient_of=lambda out: out[1])
+    return [gradients, compare(*machine.steps(model), 25)]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -37,24 +37,22 @@ _TAKE = {
     "bfloat16": 'Take "bfloat16", which needs no loss scale.',
     "float16": 'Take "float16" with DynamicLossScale().',
 }
-_TF32 = (
-    'half precision saves memory only. If float32 at precision "highest" is slower '
-    "than float32, the device already uses fewer digits (TF32)."
-)
+ACCELERATOR, CPU, CPU_WITH_UNITS = "accelerator", "CPU", "CPU with matrix units"
+_NO_GAIN = {
+    ACCELERATOR: "half precision saves memory only. If float32 at precision "
+    '"highest" is slower than float32, the device already uses fewer digits (TF32).',
+    CPU: "use half precision for tests here, not for speed: no matrix units for "
+    "bfloat16 (AMX) were found.",
+    CPU_WITH_UNITS: "its matrix units for bfloat16 (AMX) do not show with jax "
+    f"{jax.__version__}. jax 0.12 uses them; 0.10.2 and 0.11 only for products with a "
+    "float32 result, which autocast makes too: see what --measure says of it; older "
+    "versions never.",
+}
 _UNITS_GAIN = (
     "The matrix units of this CPU (AMX) compute its products. Use autocast: it leaves "
     "the rest in float32, which casts by hand make slower."
 )
-_UNITS_IDLE = (
-    f"its matrix units for bfloat16 (AMX) do not show with jax {jax.__version__}. "
-    "jax 0.12 uses them; 0.10.2 and 0.11 only for products with a float32 result, "
-    "which autocast makes too: see what --measure says of it; older versions never."
-)
-_NO_UNITS = (
-    "use half precision for tests here, not for speed: no matrix units for bfloat16 "
-    "(AMX) were found."
-)
-_CPU = "This is a CPU, whose times say nothing about an accelerator: run this there."
+_ON_CPU = "This is a CPU, whose times say nothing about an accelerator: run this there."
 
 
 def versions(packages: str = _PACKAGES) -> dict[str, str]:
@@ -84,8 +82,36 @@ def environment() -> dict[str, str]:
     return {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)}
 
 
-def products(side: int, seconds: float) -> Comparison:
+def kind(platform: str, *, has_units: bool) -> str:
+    """Returns what is measured here; the units of a CPU are those for bfloat16."""
+    if platform != "cpu":
+        return ACCELERATOR
+    return CPU_WITH_UNITS if has_units else CPU
+
+
+class Sizes(NamedTuple):
+    """Sizes of what is measured."""
+
+    side: int  # of the matrices of the product
+    # Of the model and its batch.
+    layers: int
+    width: int
+    heads: int
+    context: int
+    batch: int
+    vocabulary: int
+
+
+SIZES = {
+    ACCELERATOR: Sizes(8192, 4, 768, 12, 1024, 4, 50_257),
+    CPU: Sizes(512, 2, 128, 4, 128, 2, 1024),
+    CPU_WITH_UNITS: Sizes(2048, 2, 512, 8, 128, 4, 4096),  # smaller ones show no gain
+}
+
+
+def products(sizes: Sizes) -> Comparison:
     """Measures a matrix product in float32 and in half precision."""
+    side = sizes.side
 
     def program(dtype: str, precision: str | None = None) -> Compile:
         keys = jax.random.split(jax.random.key(0))
@@ -95,74 +121,26 @@ def products(side: int, seconds: float) -> Comparison:
     programs = {dtype: program(dtype) for dtype in ("float32", *HALVES)}
     programs['float32, precision "highest"'] = program("float32", "highest")
     title = f"product of two {side} x {side} matrices"
-    return compare(title, programs, seconds, flops=2.0 * side**3)
+    return compare(title, programs, seconds=10, flops=2.0 * side**3)
 
 
-def advice(measured: Comparison, platform: str, *, has_units: bool) -> str:
-    """Recommends a dtype for this machine from the products or gradients that ran.
-
-    `has_units` says whether the CPU has matrix units for bfloat16.
-    """
-    on_cpu = platform == "cpu"
-    gains = _gains(measured)
-    least = max(_FAST, measured.believable or 1)
-    fast = [dtype for dtype, gain in gains.items() if gain > least]
-    if not gains:
-        text = "No advice: no product in half precision could be compared with float32."
-    elif fast:
-        uses_units = on_cpu and has_units and fast[0] == "bfloat16"
-        text = f"{_TAKE[fast[0]]} {_UNITS_GAIN}" if uses_units else _TAKE[fast[0]]
-    else:
-        on_this_cpu = _UNITS_IDLE if has_units else _NO_UNITS
-        text = f"{' and '.join(gains)}: no gain above {least:.1f} times in the "
-        text += f"{measured.title}, so {on_this_cpu if on_cpu else _TF32}"
-    return f"{text} {_CPU}" if on_cpu else text
-
-
-def _gains(measured: Comparison) -> dict[str, float]:
-    """How many times as fast products or `autocast` are, by half-precision dtype."""
+def advice(measured: Comparison, kind: str) -> str:
+    """Recommends a dtype for this kind of machine from what ran, with `autocast`."""
     rows = {row.program.removeprefix("autocast, "): row for row in measured.rows}
     found = {dtype: rows[dtype].gain for dtype in HALVES if dtype in rows}
-    return {dtype: gain.median for dtype, gain in found.items() if gain}
-
-
-class ModelSizes(NamedTuple):
-    """Sizes of the model and its batch."""
-
-    layers: int
-    width: int
-    heads: int
-    context: int
-    batch: int
-    vocabulary: int
-
-
-USUAL = ModelSizes(4, 768, 12, 1024, 4, 50_257)
-FOR_CPU = ModelSizes(2, 128, 4, 128, 2, 1024)
-FOR_UNITS = ModelSizes(2, 512, 8, 128, 4, 4096)  # smaller ones do not show the gain
-
-
-class Plan(NamedTuple):
-    """How large is what a machine computes, and for how long.
-
-    Attributes:
-      side: of the matrices.
-      sizes: of the model.
-      seconds: of the rounds, for the products and for each table of the model.
-    """
-
-    side: int
-    sizes: ModelSizes
-    seconds: tuple[float, float]
-
-
-def plan(platform: str, *, has_units: bool) -> Plan:
-    """Returns what to measure on this machine."""
-    if platform != "cpu":
-        return Plan(8192, USUAL, (10.0, 25.0))
-    if has_units:
-        return Plan(2048, FOR_UNITS, (10.0, 15.0))
-    return Plan(512, FOR_CPU, (10.0, 25.0))
+    gains = {dtype: gain.median for dtype, gain in found.items() if gain}
+    least = max(_FAST, measured.believable or 1)
+    fast = next((dtype for dtype, gain in gains.items() if gain > least), None)
+    if not gains:
+        text = "No advice: no product in half precision could be compared with float32."
+    elif fast is None:
+        text = f"{' and '.join(gains)}: no gain above {least:.1f} times in the "
+        text += f"{measured.title}, so {_NO_GAIN[kind]}"
+    elif (kind, fast) == (CPU_WITH_UNITS, "bfloat16"):
+        text = f"{_TAKE[fast]} {_UNITS_GAIN}"
+    else:
+        text = _TAKE[fast]
+    return text if kind == ACCELERATOR else f"{text} {_ON_CPU}"
 
 
 class Model(NamedTuple):
@@ -219,9 +197,9 @@ def steps(model: Model) -> tuple[str, Programs]:
     }
 
 
-def gpt(sizes: ModelSizes) -> Model:
+def gpt(sizes: Sizes) -> Model:
     """Builds GPT-2 with tied embeddings, and fewer blocks."""
-    layers, width, heads, context, batch, vocabulary = sizes
+    _, layers, width, heads, context, batch, vocabulary = sizes
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * (width // heads) ** -0.5

@@ -27,7 +27,7 @@ from jmp_scale.diagnostics._timing import (
 
 pytestmark = pytest.mark.usefixtures("few_calls")
 
-TINY = machine.ModelSizes(1, 8, 2, 4, 2, 16)
+TINY = machine.Sizes(8, 1, 8, 2, 4, 2, 16)
 RATIO = r"\d+\.\d\d \(\d+\.\d\d to \d+\.\d\d\)"
 PRODUCTS = ["float32", "bfloat16", "float16", 'float32, precision "highest"']
 GRADIENTS = [
@@ -46,11 +46,8 @@ STEPS = [
 ]
 
 
-PLAN = machine.Plan(8, TINY, (100, 100))
-
-
 def test_the_report_names_versions_device_products_and_advice(capsys):
-    command.main([], plan=PLAN)
+    command.main([], sizes=TINY)
     text = capsys.readouterr().out
     assert f"1 x {jax.devices()[0].device_kind} (cpu)" in text.replace("8 x", "1 x")
     assert f"jax {jax.__version__}" in text
@@ -82,7 +79,7 @@ def test_a_model_is_measured_in_every_precision_and_each_program_compiled_once(
     monkeypatch.setattr(machine, "gpt", model)
     compiled = compilations()
     with caplog.at_level("INFO", "jmp_scale"):
-        command.main(["--measure", "--json"], plan=PLAN)
+        command.main(["--measure", "--json"], sizes=TINY)
     found = json.loads(capsys.readouterr().out)
     assert {"python", "jmp_scale", "jax", "jaxlib", "optax"} <= found["versions"].keys()
     assert found["send"]
@@ -173,10 +170,6 @@ def test_a_program_that_the_device_refuses_is_said():
     assert re.search(r"\| b +\| +\S+ \| +- \|", timing.markdown(found))
 
 
-def advice(found, platform="gpu", has_units=False):
-    return machine.advice(found, platform, has_units=has_units)
-
-
 def halves(*gains, believable=1.05, prefix=""):
     """A comparison in which both halves gain so much, or were refused."""
     rows = [
@@ -199,15 +192,15 @@ ADVICE = [
 ]
 
 
-@pytest.mark.parametrize("platform", ["gpu", "cpu"])
+@pytest.mark.parametrize("kind", machine.SIZES)
 @pytest.mark.parametrize("prefix", ["", "autocast, "])
 @pytest.mark.parametrize(("gains", "expected"), ADVICE)
 def test_advice_is_of_what_was_measured_and_of_gains_above_the_control(
-    gains, expected, prefix, platform
+    gains, expected, prefix, kind
 ):
-    assert advice(halves(*gains, prefix=prefix), platform).startswith(expected)
+    assert machine.advice(halves(*gains, prefix=prefix), kind).startswith(expected)
     noisy = halves(*gains, prefix=prefix, believable=4.5)
-    assert "Take" not in advice(noisy, platform)
+    assert "Take" not in machine.advice(noisy, kind)
 
 
 # (gains on a CPU, whether it has matrix units): what is said, and what not.
@@ -224,17 +217,15 @@ ON_CPU = [
 def test_a_cpu_gets_the_advice_that_its_matrix_units_give(
     gains, has_units, said, not_said
 ):
-    text = advice(halves(*gains), "cpu", has_units)
+    text = machine.advice(halves(*gains), machine.kind("cpu", has_units=has_units))
     assert said in text
     assert not_said not in text
     assert text.endswith("say nothing about an accelerator: run this there.")
 
 
-def test_a_cpu_with_matrix_units_measures_a_model_that_shows_them():
-    with_units, without = (machine.plan("cpu", has_units=x) for x in (True, False))
-    assert with_units.sizes.width == 512
-    assert without.sizes.width < 512
-    assert machine.plan("gpu", has_units=False).sizes == machine.USUAL
+@pytest.mark.parametrize("has_units", [True, False])
+def test_a_gpu_is_one_whatever_units_its_cpu_has(has_units):
+    assert machine.kind("gpu", has_units=has_units) == machine.ACCELERATOR
 
 
 INTEL = """processor\t: 0

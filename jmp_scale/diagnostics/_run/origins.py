@@ -156,23 +156,21 @@ def _at(place: Place) -> str:
 
 
 def _place(eqn: core.JaxprEqn, eqns: Sequence[core.JaxprEqn], outer: Place) -> Place:
-    """Returns an equation's line; for a cast of `autocast`, that of a neighbor."""
-    ins = set(_jaxpr.variables(eqn.invars))
-    read = [e for e in eqns if ins & set(e.outvars)]
-    near = eqn, *_readers(set(eqn.outvars), eqns), *read
-    places = [place_of(e, Place()) for e in near]
+    """Returns an equation's line; for a cast of `autocast`, that of what reads it."""
+    near = eqn, *_readers({*eqn.outvars}, eqns)
+    places = [place_of(each, Place()) for each in near]
     return next((p for p in places if p.file), place_of(eqn, outer))
 
 
 def _readers(
-    read: set[core.Var], eqns: Sequence[core.JaxprEqn]
+    made: set[core.Var], eqns: Sequence[core.JaxprEqn]
 ) -> Iterator[core.JaxprEqn]:
     """Yields the equations that read one of these variables, those in calls too."""
     for eqn in eqns:
-        if read.isdisjoint(_jaxpr.variables(eqn.invars)):
-            continue
-        yield eqn
-        for program, places in _jaxpr.bodies(eqn):
+        read = made.intersection(_jaxpr.variables(eqn.invars))
+        if read:
+            yield eqn
+        for program, places in _jaxpr.bodies(eqn) if read else []:
             inner = _jaxpr.bare(program)
             pairs = zip(inner.invars, places, strict=True)
             given = {v for v, i in pairs if eqn.invars[i] in [*read]}

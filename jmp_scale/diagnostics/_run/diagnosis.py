@@ -36,7 +36,7 @@ RULES = {
         "It is not finite itself.", "No loss scale helps: fix the input."
     ),
     "masked row": _error(
-        "{what} not finite: {operation}, of the infinities in {argument}.",
+        "{what} not finite: {operation}, of the infinities in {nonfinite_argument}.",
         "No loss scale helps. If they are a mask, a whole row is masked: leave it out, "
         "or mask with a large negative number.",
     ),
@@ -57,13 +57,13 @@ RULES = {
     ),
     "gradient overflows": _error(
         "The gradients overflow, first in {path}, and are finite at loss scale "
-        "2^{finite_at}: {operation}.",
+        "2^{finite_at_log2}: {operation}.",
         "A DynamicLossScale falls to that; a constant one must be as low.",
     ),
     "backward pass raises": _error(
         "The backward pass raises an error at this loss scale, and none at "
-        "2^{finite_at}: {operation}.",
-        "Cap S there: DynamicLossScale(max_loss_scale=2.0**{finite_at}).",
+        "2^{finite_at_log2}: {operation}.",
+        "Cap S there: DynamicLossScale(max_loss_scale=2.0**{finite_at_log2}).",
     ),
 }
 
@@ -165,11 +165,10 @@ def diagnose_nonfinite(
         blamed = dict(zip(names, arrays, strict=True)).get(given or "")
         is_trained = _words(given or "") in _trained(paths, argnums, len(args))
         in_parameters = blamed is not None and is_trained and not _is_mask(blamed)
-        origin = given, operation, in_parameters
-        found = Diagnosis((), cause, path, finite_at, *origin)
         # In this context `autocast` leaves its function in float32.
         with IS_CHECKED(True):
             in_float32 = cause != "overflow" and run(s) == (True, None)
+        found = Diagnosis((), cause, path, finite_at, given, operation, in_parameters)
         return _with_finding(found, in_float32)
 
     def leaf(loss: Loss, arrays: Arrays) -> PyTree:
@@ -193,30 +192,27 @@ def diagnose_nonfinite(
     if path == _RAISED:  # it raises at the smallest S that is not finite
         if finite_at is None:
             raise errors[0]
-        said_last = said(errors[-1]).rstrip(".")
-        raised = Diagnosis((), "overflow", None, finite_at, operation=said_last)
-        return _with_finding(raised, False)
+        operation = said(errors[-1]).rstrip(".")
+        raised = Diagnosis((), "overflow", None, finite_at, operation=operation)
+        return _with_finding(raised, in_float32=False)
     cause = "nan" if finite_at is None else "overflow"
     # Without `autocast` first, which loses the line around jnp.linalg.norm.
     plain = dataclasses.replace(loss, fun=_plain(loss.fun))
     found = diagnosis(cause, functools.partial(leaf, plain))
-    if found.operation:
-        return found
-    return diagnosis(cause, functools.partial(leaf, loss))
+    return found if found.operation else diagnosis(cause, functools.partial(leaf, loss))
 
 
 def _with_finding(found: Diagnosis, in_float32: bool) -> Diagnosis:
     """Returns a diagnosis with its finding, of a loss that may be finite in float32."""
     operation, _, where = (found.operation or "an unknown operation").partition(" at ")
-    what = "The loss is" if found.cause == "forward" else "The gradient is"
     rule = "not finite in half precision" if in_float32 else _rule_of(found)
     if rule in ("parameters not finite", "argument not finite"):
         where = found.nonfinite_argument or ""
     elif where and found.cause != "forward":
         where += " (backward)"
-    path, finite_at = leaf_name(found.path or ""), found.finite_at_log2
-    values = {"what": what, "operation": operation, "path": path}
-    values |= {"finite_at": finite_at, "argument": found.nonfinite_argument}
+    values = found._asdict()
+    values |= {"operation": operation, "path": leaf_name(found.path or "")}
+    values["what"] = "The loss is" if found.cause == "forward" else "The gradient is"
     return found._replace(findings=(finding(RULES, rule, where, **values),))
 
 
@@ -236,10 +232,9 @@ def _trained(
 ) -> set[tuple[str, ...]]:
     """Returns the words of differentiated leaves' names, from those of gradients."""
     if isinstance(argnums, int):
-        return {("args", str(argnums % count), *_words(path)) for path in paths}
-    places = [str(n % count) for n in argnums]
-    split = [_words(path) for path in paths]
-    return {("args", places[int(first)], *rest) for first, *rest in split}
+        argnums, paths = [argnums], [f"[0]{path}" for path in paths]
+    split = map(_words, paths)
+    return {("args", str(argnums[int(i)] % count), *rest) for i, *rest in split}
 
 
 def _words(path: str) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ def marked(ax, label):
 
 def test_the_loss_scale_is_drawn_with_its_two_kinds_of_skipped_steps(plotting):
     figure, given = plotting.plt.subplots()
-    history = recorded([1, 0, 1, 0], loss_finite=[1, 1, 1, 0])
+    history = recorded([1, 0, 1, -1])
     (ax,) = plotting.plot_history(history, [given])
     assert ax is given
     assert ax.lines[0].get_ydata().tolist() == [15, 15, 14, 14]

@@ -16,21 +16,18 @@ _TX = jmp_scale.with_loss_scale(optax.identity(), _SCALE)
 
 
 @jax.jit
-def _step(history, before, flags):
-    g, loss = jnp.where(flags, 1.0, jnp.inf)
+def _step(history, before, flag):
+    g, loss = (jnp.where(flag > least, 1.0, jnp.inf) for least in (0, -1))
     _, after = _TX.update(g, before, value=loss)
     return history.push(before, after), after
 
 
-def recorded(flags, capacity=100, loss_finite=None):
-    """A history of steps whose gradients and losses are finite as these flags say."""
+def recorded(flags, capacity=100):
+    """A history of steps: 1 for a good one, 0 for an overflow, -1 for a loss of inf."""
     history = diagnostics.LossScaleHistory.create(capacity)
-    loss_finite, opt_state = (
-        loss_finite or [True] * len(flags),
-        _TX.init(jnp.float32(0)),
-    )
-    for pair in zip(flags, loss_finite, strict=True):
-        history, opt_state = _step(history, opt_state, np.bool_(pair))
+    opt_state = _TX.init(jnp.float32(0))
+    for flag in flags:
+        history, opt_state = _step(history, opt_state, int(flag))
     return history
 
 

@@ -65,8 +65,7 @@ def test_the_state_of_an_nnx_optimizer_is_found_in_each_form(form, rule):
 
 def test_a_population_has_one_number_for_each_member():
     tx = jmp_scale.with_loss_scale(optax.sgd(0.1), jmp_scale.DynamicLossScale())
-    opt_state = jax.vmap(tx.init)(jnp.ones((3, 2)))
-    scalars = diagnostics.metrics(opt_state)
+    scalars = diagnostics.metrics(jax.vmap(tx.init)(jnp.ones((3, 2))))
     assert {x.shape for x in scalars.values()} == {(3,)}
 
 

@@ -163,8 +163,6 @@ grad(loss, JMP)
     loss scale, got jmp.DynamicLossScale; write import jmp_scale as jmp in
 get_loss_scale(JMP)
     loss scale, got jmp.DynamicLossScale; write import jmp_scale as jmp in
-with_loss_scale(SGD, JMP)
-    loss scale, got jmp.DynamicLossScale; write import jmp_scale as jmp in
 value_and_grad(loss, FLAX)
     got flax.DynamicScale; write jmp_scale.presets.flax\(scale=
 grad(loss, type("DynamicScale", (), {})())
@@ -199,8 +197,6 @@ TX.update(None, STATE, PARAMS)
     update\(grads, state, params, value=loss\), got no gradients
 GROWING.update(PARAMS, GROWING.init(PARAMS), PARAMS)
     ^with_loss_scale: .*types of its state, got inner_state\['sum'\] as .*\[2\]
-with_loss_scale(SGD, guard=SpikeGuard)
-    guard to be a SpikeGuard, got .*write guard=jmp_scale.SpikeGuard\(
 with_loss_scale(SGD, guard=6.0)
     guard to be a SpikeGuard, got .*write guard=jmp_scale.SpikeGuard\(
 with_half_storage(ADAM, averages="mu", key=KEY)
@@ -255,6 +251,8 @@ step(value=PARAMS)
     value to be the scalar.* alone
 step(value=(1.0, {}))
     value to be the scalar.* alone
+step(loss=1.0)
+    expected the loss as value=, got loss=
 step(grads=[PARAMS])
     of the structure of the parameters
 step(optax.adam(0.1).init(PARAMS))

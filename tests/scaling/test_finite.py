@@ -83,21 +83,16 @@ def test_all_finite_looks_at_inexact_leaves_only():
 
 
 @pytest.mark.usefixtures("devices")
-def test_all_finite_sees_a_bad_entry_anywhere_in_any_shape_under_vmap_and_grad():
-    shapes = [(), (0, 3), (40, 33, 2)]
-    clean = [np.ones((3, *shape), np.float32) for shape in shapes]
+def test_all_finite_looks_at_each_row_under_vmap_and_has_no_derivative():
     rows = jax.jit(jax.vmap(lambda tree: jmp_scale.all_finite(tree)))
-    slope = jax.jit(
-        jax.grad(lambda tree: jnp.where(jmp_scale.all_finite(tree), tree[0].sum(), 0))
-    )
-    for i, array in enumerate(clean):
-        for place in np.random.RandomState(0).permutation(array[0].size)[:3]:
-            dirty = array.copy()
-            dirty.reshape(3, -1)[1, place] = -np.nan
-            judged = rows([*clean[:i], dirty, *clean[i + 1 :]])
-            assert judged.tolist() == [True, False, True]
+    slope = jax.grad(lambda x: jnp.where(jmp_scale.all_finite([x, x]), x.sum(), 0))
+    clean = [np.ones((3, *shape), np.float32) for shape in ((), (0, 3), (40, 33, 2))]
     assert rows(clean).tolist() == [True, True, True]
-    assert all((x == i).all() for x, i in zip(slope(clean), (1, 0, 0), strict=True))
+    for dirty in (clean[0], clean[2]):
+        dirty.reshape(3, -1)[1, -1] = -np.nan
+        assert rows(clean).tolist() == [True, False, True]
+        dirty[:] = 1
+    assert (jax.jit(slope)(clean[2]) == 1).all()
 
 
 @pytest.fixture(params=["cpu", slow("gpu"), slow("eight devices")])

@@ -32,6 +32,7 @@ def shard_mapped(mesh, spec, **kwargs):
     )
 
 
+OVER_I = {"mesh": TWO_AXES, "spec": P("i"), "axis_names": {"i"}}
 # From a function of one device's share of f32[8] to one of f32[8].
 MANUAL = {
     "pmap without axis name": jax.pmap,
@@ -40,11 +41,9 @@ MANUAL = {
     "shard_map unchecked": shard_mapped(ONE_AXIS, P("i"), check_vma=False),
     "shard_map 2-D unchecked": shard_mapped(TWO_AXES, P(("i", "j")), check_vma=False),
     "shard_map 2-D": shard_mapped(TWO_AXES, P(("i", "j"))),
-    "partial shard_map": shard_mapped(TWO_AXES, P("i"), axis_names={"i"}),
-    "partial shard_map unchecked": shard_mapped(
-        TWO_AXES, P("i"), axis_names={"i"}, check_vma=False
-    ),
-    "nested shard_map": lambda fun: shard_mapped(TWO_AXES, P("i"), axis_names={"i"})(
+    "partial shard_map": shard_mapped(**OVER_I),
+    "partial shard_map unchecked": shard_mapped(**OVER_I, check_vma=False),
+    "nested shard_map": lambda fun: shard_mapped(**OVER_I)(
         jax.shard_map(fun, in_specs=P("j"), out_specs=P(), axis_names={"j"})
     ),
     "shard_map of Explicit axes": lambda fun: (

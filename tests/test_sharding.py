@@ -49,7 +49,7 @@ def loss_fn(params, images, weights):
 
 
 def gathered_loss_fn(params, images, weights):
-    return loss_fn(jax.tree.map(lambda x: reshard(x, P()), params), images, weights)
+    return loss_fn(reshard(params, P()), images, weights)
 
 
 def optimizer(axes=(), axis_name=None):
@@ -73,9 +73,8 @@ def replicated(tx, mapped):
     # With the axis name of the step, or the second step would compile again.
     state = mapped(lambda params: (params, tx.init(params)))(copies)
     train_step = mapped(functools.partial(step, tx))
-    return state, lambda state, *batch: train_step(
-        state, *(x.reshape(8, 2, *x.shape[1:]) for x in batch)
-    )
+    rows = lambda x: x.reshape(8, 2, *x.shape[1:])  # noqa: E731
+    return state, lambda state, *batch: train_step(state, *map(rows, batch))
 
 
 def shard_mapped(mesh, axes, check_vma=True, scanned=False, **kwargs):
@@ -105,7 +104,6 @@ def on_mesh(mesh, spec, tx, train_step):
         with jax.set_mesh(mesh):
             return train_step(state, *sharded(batch, mesh, P(mesh.axis_names)))
 
-    step_on_mesh.jitted = train_step
     params = sharded(initial_params(), mesh, spec)
     with jax.set_mesh(mesh):
         return (params, tx.init(params)), step_on_mesh
@@ -130,12 +128,8 @@ MODES = {
 }
 
 
-each_mode = pytest.mark.parametrize(
-    "mode",
-    by_name(
-        ("pmap with axis name", "shard_map unchecked", "jit FSDP, Explicit"), MODES
-    ),
-)
+QUICK = "pmap with axis name", "shard_map unchecked", "jit FSDP, Explicit"
+each_mode = pytest.mark.parametrize("mode", by_name(QUICK, MODES))
 
 
 @functools.cache
@@ -176,8 +170,9 @@ def test_one_bad_device_skips_the_step_on_all_devices_and_compiles_nothing_again
 @functools.cache
 def params_of_a_single_device():
     tx, params = optimizer(), initial_params()
-    train_step = jax.jit(functools.partial(step, tx))
-    return train_step((params, tx.init(params)), *example())[0]
+    return jax.jit(functools.partial(step, tx))((params, tx.init(params)), *example())[
+        0
+    ]
 
 
 @each_mode

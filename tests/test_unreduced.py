@@ -86,11 +86,9 @@ def test_micro_batches_are_added_up_and_reduced_once(name, dtype, case):
     np.testing.assert_allclose(got, expected, rtol=0, atol=atol)
 
 
-def called(fun, *args):
-    return fun(*args)
-
-
-def of_gradient(use, case, inputs=INPUTS[0], dtype=jnp.float32, run=called):
+def of_gradient(
+    use, case, inputs=INPUTS[0], dtype=jnp.float32, run=lambda fun, *args: fun(*args)
+):
     """`use` of a gradient, the sum over the devices of that of their own rows."""
     mesh, rows, spec = MESHES[case]
 
@@ -104,10 +102,6 @@ def of_gradient(use, case, inputs=INPUTS[0], dtype=jnp.float32, run=called):
         return run(jax.jit(lambda w, x: use(gradient(w, x))), w, x)
 
 
-def added_up(tree, case):
-    return jax.tree.map(lambda g: reshard(g, MESHES[case][2]), tree)
-
-
 @pytest.mark.parametrize("case", by_name(["1-D", "both"], MESHES))
 @pytest.mark.parametrize("dtype", [jnp.float16, slow(jnp.float32), slow(jnp.complex64)])
 def test_each_part_is_multiplied_exactly(case, dtype):
@@ -118,7 +112,7 @@ def test_each_part_is_multiplied_exactly(case, dtype):
         assert scaled["step"] == 3
         back = jmp_scale.unscale(loss_scale, scaled["w"])
         plain = jmp_scale.NoOpLossScale().scale(grads).astype(scaled["w"].dtype)
-        return added_up((plain, scaled["w"], back), case)
+        return reshard((plain, scaled["w"], back), MESHES[case][2])
 
     plain, scaled, back = of_gradient(use, case, dtype=dtype)
     assert scaled.dtype == back.dtype == jnp.promote_types(dtype, jnp.float32)
@@ -155,18 +149,16 @@ def test_the_check_of_parts_is_one_scalar_all_reduce():
 def test_parts_are_selected_by_a_flag(flag):
     def use(grads):
         selected = jmp_scale.select_tree(jnp.array(flag), grads + grads, grads)
-        return added_up((selected, grads), "2-D")
+        return reshard((selected, grads), MESHES["2-D"][2])
 
     selected, grads = of_gradient(use, "2-D")
     np.testing.assert_array_equal(selected, grads * (2 if flag else 1))
 
 
-KEY = jax.random.key(0)
+ADAMS = {"averages": ("mu", "nu"), "key": jax.random.key(0)}
 UPDATES = {
     "with_loss_scale": jmp_scale.with_loss_scale(optax.sgd(0.1)),
-    "with_half_storage": jmp_scale.with_half_storage(
-        optax.adam(0.1), averages=("mu", "nu"), key=KEY
-    ),
+    "with_half_storage": jmp_scale.with_half_storage(optax.adam(0.1), **ADAMS),
 }
 
 

@@ -14,13 +14,8 @@ from jax.extend.core import Primitive
 from jmp_scale import _jaxpr
 
 
-def traced(fun, *args):
-    return jax.make_jaxpr(fun)(*args)
-
-
-def only(jaxpr):
-    (eqn,) = _jaxpr.bare(jaxpr).eqns
-    return eqn
+def equations(fun, *args):
+    return _jaxpr.bare(jax.make_jaxpr(fun)(*args)).eqns
 
 
 # Primitives that only some versions of JAX have.
@@ -93,7 +88,7 @@ def test_a_body_has_the_operands_at_its_places():
         first, _ = lax.scan(step, x, xs)
         return lax.cond(first > 1, jnp.sin, jnp.cos, jax.jit(jnp.tanh)(first))
 
-    eqns = _jaxpr.bare(traced(loop, 1.0, jnp.ones(3))).eqns
+    eqns = equations(loop, 1.0, jnp.ones(3))
     found = {e.primitive.name: _jaxpr.bodies(e) for e in eqns if _jaxpr.subjaxprs(e)}
     places = {name: [*map(list, (b.places for b in found[name]))] for name in found}
     assert places == {"scan": [[0, 1]], "jit": [[0]], "cond": [[1], [1]]}
@@ -102,9 +97,8 @@ def test_a_body_has_the_operands_at_its_places():
 
 
 def test_what_cannot_be_read_is_told():
-    scan = only(traced(lambda x: lax.scan(lambda c, _: (c, c), x, None, 2), 1.0))
+    (scan,) = equations(lambda x: lax.scan(lambda c, _: (c, c), x, None, 2), 1.0)
     two_bodies = scan.replace(params={**scan.params, "more": scan.params["jaxpr"]})
     assert _jaxpr.loop_of(two_bodies) is None
-    rule = only(traced(jax.nn.relu, 1.0))
-    without = rule.replace(params={})
-    assert _jaxpr.jvp_rule(without) is None
+    (rule,) = equations(jax.nn.relu, 1.0)
+    assert _jaxpr.jvp_rule(rule.replace(params={})) is None

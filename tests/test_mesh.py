@@ -119,11 +119,10 @@ def test_a_flag_that_is_already_equal_is_not_reduced_again():
     assert collectives(finite, bad_on(5)) == [("all-reduce", "f32[1]{0}")]
 
 
-def sharded_tree(mesh, spec, bad=None):
-    """Twelve leaves of f32[8, 16], of which the fifth may have a bad last entry."""
+def sharded_tree(mesh, spec, last=1.0):
+    """Twelve leaves of f32[8, 16], the fifth of which ends with another entry."""
     tree = {f"leaf{i}": np.ones((8, 16), np.float32) for i in range(12)}
-    if bad is not None:
-        tree["leaf4"][7, 15] = bad
+    tree["leaf4"][7, 15] = last
     return sharded(tree, mesh, spec) | {"count": sharded(np.int32(3), mesh, P())}
 
 
@@ -148,7 +147,7 @@ SHARDED = {
 )
 def test_with_specs_or_explicit_axes_there_is_one_scalar_all_reduce(case, how):
     mesh, spec = SHARDED[case]
-    clean, dirty = sharded_tree(mesh, spec), sharded_tree(mesh, spec, bad=np.nan)
+    clean, dirty = sharded_tree(mesh, spec), sharded_tree(mesh, spec, np.nan)
     specs = jax.tree.map(lambda x: x.sharding.spec, clean) if how == "tree" else spec
 
     @jax.jit
@@ -169,8 +168,7 @@ def test_with_specs_or_explicit_axes_there_is_one_scalar_all_reduce(case, how):
 def test_axes_are_joined_in_the_order_of_the_mesh():
     # A set's order differs between processes, and each host must build one program.
     names = ("i", "model", "k", "data", "expert")
-    sizes = (2, 2, 2, 1, 1)
-    mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Explicit,) * 5)
+    mesh = jax.make_mesh((2, 2, 2, 1, 1), names, (AxisType.Explicit,) * 5)
     spec = P(("expert", "model"), ("data", "k", "i"))
     seen = []
 
@@ -187,8 +185,7 @@ def test_axes_are_joined_in_the_order_of_the_mesh():
 def test_explicit_axes_are_found_eagerly_in_vmap_and_beside_manual_axes():
     on_j = EXPLICIT_TWO, P(None, "j")
     clean, dirty = sharded_tree(*on_j), sharded_tree(*on_j, np.inf)
-    over_i = {"in_specs": P(), "out_specs": P(), "axis_names": {"i"}}
-    partial = jax.jit(jax.shard_map(jmp_scale.all_finite, mesh=EXPLICIT_TWO, **over_i))
+    partial = shard_mapped(EXPLICIT_TWO, P(), axis_names={"i"})(jmp_scale.all_finite)
     for finite in (jmp_scale.all_finite, partial):
         assert finite(clean)
         assert not finite(dirty)
@@ -223,8 +220,7 @@ def test_specs_that_do_not_fit_are_an_error(specs, mesh):
         jmp_scale.all_finite({"a": jnp.ones(8)}, specs=specs, mesh=mesh)
 
 
-WHOLE_NORM = {
-    **{k: SHARDED[k] for k in ("1-D", "2-D", "Explicit")},
+WHOLE_NORM = SHARDED | {
     "Explicit, one of two": (EXPLICIT_TWO, P("j")),
     "Explicit, both": (EXPLICIT_TWO, P(None, ("j", "i"))),
     "Explicit, whole": (EXPLICIT_TWO, P()),
@@ -234,8 +230,7 @@ WHOLE_NORM = {
 @pytest.mark.parametrize("case", by_name(("1-D", "Explicit, both"), WHOLE_NORM))
 def test_the_norm_of_sharded_gradients_is_that_of_the_whole_arrays(case):
     mesh, spec = WHOLE_NORM[case]
-    tree = sharded_tree(mesh, spec)
-    tree["count"] = sharded(np.float32(2), mesh, P())
+    tree = sharded_tree(mesh, spec) | {"count": sharded(np.float32(2), mesh, P())}
     finite, norm = jax.jit(finite_and_norm)(tree)
     assert on_each_device(finite) == [True] * 8
     expected = np.sqrt(12 * 8 * 16 + 4)

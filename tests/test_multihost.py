@@ -34,19 +34,15 @@ ENVIRONMENT = os.environ | {
 @contextlib.contextmanager
 def processes(commands, folder):
     """Started processes; none outlives the test, and their output goes to `folder`."""
-    started = []
-    with contextlib.ExitStack() as files:
-        try:
-            for i, command in enumerate(commands):
-                errors = files.enter_context((folder / f"stderr{i}").open("w"))
-                pipes = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
-                started.append(subprocess.Popen(command, env=ENVIRONMENT, **pipes))
-            yield started
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
-                process.stdout.close()
+    with contextlib.ExitStack() as ends:
+        started = []
+        for i, command in enumerate(commands):
+            errors = ends.enter_context((folder / f"stderr{i}").open("w"))
+            pipes = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
+            process = subprocess.Popen(command, env=ENVIRONMENT, **pipes)
+            started.append(ends.enter_context(process))
+            ends.callback(process.kill)  # before its end is waited for
+        yield started
 
 
 def by_hand(count, *args):

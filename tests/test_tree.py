@@ -35,9 +35,8 @@ def leaves_of_many_kinds(offset):
 @pytest.mark.parametrize("pred", [np.True_, jnp.array(False)])
 def test_select_tree_takes_every_leaf_from_one_side(pred):
     new, old = leaves_of_many_kinds(1), leaves_of_many_kinds(0)
-    selected = jmp_scale.select_tree(pred, new, old)
-    expected = new if pred else old
     assert new["text"] is not old["text"]
+    selected, expected = jmp_scale.select_tree(pred, new, old), new if pred else old
     for name in ("function", "text", "number"):
         assert selected.pop(name) == expected.pop(name)
     assert_bitwise_equal(selected, expected)
@@ -68,24 +67,23 @@ FLOAT8 = "_overwrite_with_gradient"  # Flax's name
 ONE = jnp.float32([1.0, 0.5])
 OfNNX = type(FLOAT8, (nnx.Variable,), {})  # what NNX makes of the name
 Attribute = collections.namedtuple("Attribute", FLOAT8[1:])
-NEXT_VALUES = [
-    {FLOAT8: {"scale": ONE}},
-    FrozenDict({FLOAT8: {"dense": {"scale": ONE}}}),
-    [{"generator": {FLOAT8: [ONE]}}],
-    nnx.State({"dense": {"scale": OfNNX(ONE)}}),
-]
-OTHERS = [
-    {FLOAT8 + "s": ONE, FLOAT8[1:]: ONE},
-    {"params": {"input_scale": ONE, "input_amax_history": ONE}},
-    Attribute(ONE),
-    nnx.State({FLOAT8[1:]: nnx.Param(ONE)}),
-    ONE,
-]
 
 
-@pytest.mark.parametrize("i", range(len(NEXT_VALUES + OTHERS)))
-def test_only_next_values_of_float8_are_neither_scaled_nor_cast(i):
-    tree, is_next = (NEXT_VALUES + OTHERS)[i], i < len(NEXT_VALUES)
+@pytest.mark.parametrize(
+    ("tree", "is_next"),
+    [
+        ({FLOAT8: {"scale": ONE}}, True),
+        (FrozenDict({FLOAT8: {"dense": {"scale": ONE}}}), True),
+        ([{"generator": {FLOAT8: [ONE]}}], True),
+        (nnx.State({"dense": {"scale": OfNNX(ONE)}}), True),
+        ({FLOAT8 + "s": ONE, FLOAT8[1:]: ONE}, False),
+        ({"params": {"input_scale": ONE, "input_amax_history": ONE}}, False),
+        (Attribute(ONE), False),
+        (nnx.State({FLOAT8[1:]: nnx.Param(ONE)}), False),
+        (ONE, False),
+    ],
+)
+def test_only_next_values_of_float8_are_neither_scaled_nor_cast(tree, is_next):
     for leaf in jax.tree.leaves(jmp_scale.StaticLossScale(8.0).scale(tree)):
         assert leaf.tolist() == ([1, 0.5] if is_next else [8, 4])
     policy = jmp_scale.get_policy("float16")

@@ -12,8 +12,8 @@ pytestmark = pytest.mark.strict_promotion
 
 @pytest.mark.parametrize("convert", [np.asarray, jnp.asarray, np.float16, float])
 def test_configuration_may_come_as_concrete_arrays(convert):
-    given = {"period": 20, "hysteresis": 2}
-    given |= {"factor": 4.0, "min_loss_scale": 0.25, "max_loss_scale": 64.0}
+    ends = {"min_loss_scale": 0.25, "max_loss_scale": 64.0}
+    given = {"period": 20, "hysteresis": 2, "factor": 4.0, **ends}
     converted = {name: convert(float(value)) for name, value in given.items()}
     loss_scale = DynamicLossScale(8.0, **converted)
     for name, value in given.items():
@@ -37,10 +37,6 @@ def test_an_integer_array_for_a_scale_warns():
     assert record[0].filename == __file__
 
 
-def assert_is_strong(x, dtype):
-    assert (x.dtype, x.shape, x.weak_type) == (dtype, (), False)
-
-
 @pytest.mark.parametrize("x64", [False, True])
 def test_leaves_are_strong_float32_and_int32_whatever_is_given(x64):
     with jax.enable_x64(x64):
@@ -48,9 +44,10 @@ def test_leaves_are_strong_float32_and_int32_whatever_is_given(x64):
         for s, counter in ((2**15, 3), (np.float64(2**15), 3.0), (half, np.int64(3))):
             loss_scale = DynamicLossScale(s, counter, period=1)
             assert loss_scale.loss_scale == 2**15
-            for adjusted in (loss_scale, loss_scale.adjust(jnp.array(True))):
-                assert_is_strong(adjusted.loss_scale, jnp.float32)
-                assert_is_strong(adjusted.counter, jnp.int32)
+            adjusted = loss_scale.adjust(jnp.array(True))
+            for leaves in map(jax.tree.leaves, (loss_scale, adjusted)):
+                types = [(x.dtype, x.shape, x.weak_type) for x in leaves]
+                assert types == [(jnp.float32, (), False), (jnp.int32, (), False)]
 
 
 @pytest.mark.parametrize("compile_", [lambda x: x, jax.jit])

@@ -49,11 +49,6 @@ def megatron_state(trace, k):
     return {"scale": np.float32([trace["scale"][k]]), **numbers(trace, k, **names)}
 
 
-def tf_keras_state(trace, k):
-    names = {"loss_scale": "scale", "dynamic_counter": "counter"}
-    return types.SimpleNamespace(**numbers(trace, k, **names))
-
-
 def flax_state(trace, k):
     scale = DynamicScale(scale=jnp.float32(trace["scale"][k]))
     scale = scale.replace(fin_steps=jnp.int32(trace["counter"][k]))
@@ -65,20 +60,23 @@ def jmp_state(trace, k):
     return jmp.DynamicLossScale(s, counter)
 
 
+def attributes(state_of):
+    """The same numbers as attributes."""
+    return lambda trace, k: types.SimpleNamespace(**state_of(trace, k))
+
+
 TORCH = functools.partial(numbers, scale="scale", _growth_tracker="counter")
 APEX = functools.partial(numbers, loss_scale="scale", unskipped="counter")
 KERAS = functools.partial(numbers, dynamic_scale="scale", step_counter="counter")
+KERAS_2 = functools.partial(numbers, loss_scale="scale", dynamic_counter="counter")
 STATES = {
     "torch_gradscaler": ("PyTorch `GradScaler`", TORCH),
     "apex_amp_lossscaler": ("Apex `amp`", APEX),
-    "deepspeed_dynamic": (
-        "DeepSpeed ZeRO",
-        lambda trace, k: types.SimpleNamespace(**deepspeed_state(trace, k)),
-    ),
+    "deepspeed_dynamic": ("DeepSpeed ZeRO", attributes(deepspeed_state)),
     "deepspeed_fused_optimizer": ("DeepSpeed `FP16_Optimizer`", deepspeed_state),
     "megatron": ("Megatron-LM", megatron_state),
     "keras3_lso": ("Keras 3", KERAS),
-    "tf_keras2_lso": ("tf_keras 2", tf_keras_state),
+    "tf_keras2_lso": ("tf_keras 2", attributes(KERAS_2)),
     "flax_dynamic_scale": ("Flax", flax_state),
     "jmp": ("jmp", jmp_state),
 }
@@ -95,12 +93,8 @@ def with_the_start(trace):
     config = trace["config"]
     names = ("init_scale", "initial_scale", "scale", "loss_scale")
     hysteresis = config.get("hysteresis", config.get("delayed_shift"))
-    first = {
-        "scale": next((config[x] for x in names if x in config), None),
-        "counter": 0,
-        "hysteresis_tracker": hysteresis,
-        "cur_hysteresis": hysteresis,
-    }
+    first = {"scale": next(config[x] for x in names if x in config), "counter": 0}
+    first |= dict.fromkeys(("hysteresis_tracker", "cur_hysteresis"), hysteresis)
     return trace | {k: [v, *trace[k]] for k, v in first.items() if k in trace}
 
 

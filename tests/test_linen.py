@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training import train_state
 from helpers import GOOD, GUARD, TX, assert_bitwise_equal, count_traces, data, each_skip
 from optimizers import SGD
 
@@ -88,20 +87,6 @@ def test_a_skipped_step_leaves_all_that_the_state_keeps_bit_identical(
     assert len(traces) == 1
 
 
-def test_without_a_loss_scale_it_trains_as_flax_does():
-    def loss_fn(params):
-        return ((params["w"] - 3.0) ** 2).sum()
-
-    params, tx = jnp.arange(4.0), optax.sgd(0.1, momentum=0.9)
-    ours = simple_state(params, tx)
-    flaxs = simple_state(params, tx, train_state.TrainState)
-    for _ in range(2):
-        ours = ours.apply_gradients(grads=ours.value_and_grad(loss_fn)(ours.params)[1])
-        flaxs = flaxs.apply_gradients(grads=jax.grad(loss_fn)(flaxs.params))
-    assert_bitwise_equal(ours.params, flaxs.params)
-    assert int(ours.step) == flaxs.step
-
-
 def test_a_second_loss_scale_is_refused():
     twice = r"TrainState.create: .* in one place, got loss_scale=.*already wrapped in"
     with pytest.raises(ValueError, match=twice):
@@ -117,13 +102,9 @@ class State(TrainState):
 STATE = simple_state(jnp.ones(2), cls=State, stats=jnp.zeros(2))
 
 
-@pytest.mark.parametrize(
-    ("stats", "message"),
-    [({}, "stats|xpected"), (jnp.zeros(2, jnp.float16), "'stats'.*float16")],
-)
-def test_a_change_that_is_not_like_its_field_is_refused(stats, message):
-    with pytest.raises(ValueError, match=message):
-        STATE.apply_gradients(grads=STATE.params, stats=stats)
+def test_a_change_that_is_not_like_its_field_is_refused():
+    with pytest.raises(ValueError, match=r"'stats'.*float16"):
+        STATE.apply_gradients(grads=STATE.params, stats=jnp.zeros(2, jnp.float16))
 
 
 def test_static_fields_are_replaced_as_they_are_also_on_a_skipped_step():

@@ -151,17 +151,10 @@ def by_loss(updates, state, params=None, *, loss, **extra):
     return jax.tree.map(lambda u: u * loss, updates), state
 
 
-def by_any_loss(updates, state, params=None, **extra):
-    return jax.tree.map(lambda u: u * extra["loss"], updates), state
-
-
 TAKES_LOSS = {
     "plain": extra_args_optimizer(by_loss),
     "strict": extra_args_optimizer(lambda u, s, p=None, *, loss: (u * loss, s)),
-    "any": extra_args_optimizer(by_any_loss),
     "chain": optax.chain(extra_args_optimizer(by_loss), optax.scale(1.0)),
-    "named_chain": optax.named_chain(("a", extra_args_optimizer(by_any_loss))),
-    "masked": optax.masked(extra_args_optimizer(by_loss), True),
 }
 
 
@@ -169,23 +162,9 @@ TAKES_LOSS = {
 def test_a_loss_reaches_an_optimizer_that_takes_it_by_that_name(name):
     tx, params = with_loss_scale(TAKES_LOSS[name]), jnp.ones(2)
     # One that names the loss needs no value.
-    names_it = name in ("plain", "strict")
-    for value in [{"value": 3.0}, {}] if names_it else [{"value": 3.0}]:
+    for value in [{"value": 3.0}] if name == "chain" else [{"value": 3.0}, {}]:
         updates, _ = tx.update(params, tx.init(params), params, loss=3.0, **value)
         assert updates.tolist() == [3, 3]
-
-
-def test_a_type_error_of_the_optimizer_comes_out_after_one_run():
-    runs = []
-
-    def update(updates, state, params=None, *, value=None, **extra):
-        runs.append(value)
-        raise TypeError("h() got an unexpected keyword")
-
-    tx = with_loss_scale(extra_args_optimizer(update))
-    with pytest.raises(TypeError, match=r"^h\(\) got an unexpected keyword$"):
-        tx.update(GOOD, tx.init(PARAMS), PARAMS, value=1.0)
-    assert runs == [1.0]
 
 
 @pytest.mark.parametrize("nothing", [None, optax.MaskedNode()])
@@ -221,11 +200,23 @@ def test_a_loss_scale_within_another_is_refused_at_any_depth(nest):
         tx.init(PARAMS)
 
 
-@pytest.mark.parametrize("new", [{"n": jnp.float32(0)}, {"m": jnp.int32(0)}], ids=str)
-def test_a_state_whose_types_or_structure_the_optimizer_changes_is_an_error(new):
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        (
+            {"n": jnp.float32(0)},
+            r"types of its state, got inner_state\['n'\] as float32",
+        ),
+        ({"n": jnp.zeros(2, jnp.int32)}, r"types of its state, got .* as int32\[2\]"),
+        ({"m": jnp.int32(0)}, "structure of its state"),
+    ],
+)
+def test_a_state_whose_types_or_structure_the_optimizer_changes_is_an_error(
+    new, message
+):
     start = {"kept": jnp.int32(0), "n": jnp.int32(0)}
     tx = with_loss_scale(optimizer(start, lambda g, s: (g, s | new)))
-    with pytest.raises((TypeError, ValueError), match=r"keep the (structure|types)"):
+    with pytest.raises(ValueError, match=f"expected inner to keep the {message}"):
         tx.update(GOOD, tx.init(PARAMS), PARAMS)
 
 

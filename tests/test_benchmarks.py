@@ -22,10 +22,6 @@ from compilers import targets
 import jmp_scale
 
 ROOT = pathlib.Path(__file__).parents[1]
-
-# Known mistakes: we make none, and a library that does is seen.
-
-
 ROWS = {check.__name__: (subjects, check) for subjects, check in correctness.rows()}
 
 
@@ -34,26 +30,23 @@ def test_this_library_makes_none_of_the_known_mistakes(name):
     assert correctness.verdict("jmp_scale", *ROWS[name]) == "right"
 
 
-def table(text):
-    """The first table of a text as rows of cells, without its head."""
+def table_below(line, page):
+    """The rows of a page's first table below a line, as cells, without its head."""
+    text = (ROOT / page).read_text().partition(line)[2]
     lines = re.search(r"(?:^\|.*\|\n)+", text, re.MULTILINE)[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("| ").split(" |")] for line in lines]
 
 
 def test_the_mistakes_of_the_comparison_are_counted_from_the_benchmark():
-    benchmarks = (ROOT / "benchmarks/README.md").read_text()
-    part = benchmarks.partition("[start:correctness]")[2].partition("[end:")[0]
+    verdicts = table_below("[start:correctness]", "benchmarks/README.md")
     counted = []
-    for cells in list(zip(*table(part), strict=True))[1:]:
+    for cells in list(zip(*verdicts, strict=True))[1:]:
         tried = [cell for cell in cells if cell != "-"]
         counted.append((len(tried), sum(cell != "right" for cell in tried)))
-    page = (ROOT / "docs/compare.md").read_text()
-    told = table(page.partition("## Mistakes that each makes")[2])
+    told = table_below("## Mistakes that each makes", "docs/compare.md")
     assert [(int(row[1]), int(row[2])) for row in told] == counted[:-1]
     assert counted[-1] == (21, 0)
 
-
-# Storage.
 
 BYTES = {  # rows of a page's table, which adds up remainders and moments
     "**`with_half_storage(tx)`**": {},

@@ -1,7 +1,6 @@
 """Public names are those of jmp_scale, wherever they are defined."""
 
 import importlib.util
-import inspect
 import pathlib
 import pickle
 import re
@@ -23,20 +22,11 @@ from jmp_scale import DynamicLossScale, SpikeGuard, _policy, diagnostics, preset
 from jmp_scale.linen import TrainState
 from jmp_scale.nnx import Optimizer
 
-
-def definitions(module):
-    """Public classes and functions of a module, by name."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if not name.startswith("_") and (inspect.isclass(value) or callable(value))
-    }
-
-
 PUBLIC = {
     f"{module.__name__}.{name}": value
     for module in (jmp_scale, diagnostics)
-    for name, value in definitions(module).items()
+    for name, value in vars(module).items()
+    if callable(value) and not name.startswith("_")
 }
 
 
@@ -111,61 +101,57 @@ def test_a_function_that_comes_back_from_cloudpickle_returns_the_same(name):
     assert_bitwise_equal(pickle.loads(cloudpickle.dumps(fun))(*args), fun(*args))
 
 
-# What functions of each other kind return.
-RESULTS = {
-    "with_loss_scale": lambda: jmp_scale.with_loss_scale(ADAM, guard=SpikeGuard()),
-    "with_half_storage": lambda: jmp_scale.with_half_storage(ADAM),
-    "states": lambda: [STATE, LINEN, Optimizer(linear(), ADAM)],
-    "configurations": lambda: [
+def test_what_other_functions_return_comes_back_from_cloudpickle():
+    results = [
+        jmp_scale.with_loss_scale(ADAM, guard=SpikeGuard()),
+        jmp_scale.with_half_storage(ADAM),
+        STATE,
+        LINEN,
+        Optimizer(linear(), ADAM),
         jmp_scale.get_policy("p=f32,c=f16"),
         jmp_scale.get_loss_scale("dynamic"),
         presets.pytorch(),
         presets.mpx(8.0, 1.0),
-    ],
-    "diagnostics": lambda: [
         diagnostics.LossScaleHistory.create(3),
         diagnostics.HealthLog(),
         diagnostics.metrics(STATE, PARAMS),
         diagnostics.precision_report(HALF, PARAMS),
         diagnostics.compare_gradients(HALF, loss, PARAMS),
         diagnostics.diagnose_nonfinite(lambda p: jnp.log(-loss(p)), SCALE, PARAMS),
-    ],
-}
-
-
-@pytest.mark.parametrize("name", RESULTS)
-def test_a_result_comes_back_from_cloudpickle(name):
-    result = RESULTS[name]()
-    restored = pickle.loads(cloudpickle.dumps(result))
-    assert type(restored) is type(result)
-    assert len(jax.tree.leaves(restored)) == len(jax.tree.leaves(result))
+    ]
+    restored = pickle.loads(cloudpickle.dumps(results))
+    assert [*map(type, restored)] == [*map(type, results)]
+    assert len(jax.tree.leaves(restored)) == len(jax.tree.leaves(results))
 
 
 # jmp's own test suite, from its wheel, with jmp_scale in place of jmp.
 
-# A wrong predicate is a ValueError here, and a static scale of 0 is refused.
-DIFFERENCES = {
-    "loss_scale": {
-        "test_select_tree_rejects_non_scalar",
-        "test_static_empty_trees_StaticLossScale",
-    },
-    "policy": set(),
+# Which of its tests fail, and what it does not export either but they read.
+SUITES = {
+    # A wrong predicate is a ValueError here, and a static scale of 0 is refused.
+    "loss_scale": (
+        {
+            "test_select_tree_rejects_non_scalar",
+            "test_static_empty_trees_StaticLossScale",
+        },
+        {},
+    ),
+    "policy": (set(), {"dtype_to_names": _policy.dtype_to_names}),
 }
-# jmp's policy tests read this table, which jmp does not export either.
-PRIVATE = {"loss_scale": {}, "policy": {"dtype_to_names": _policy.dtype_to_names}}
 
 
 # jmp's tests overflow in a cast, and look into every module.
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("module", ["loss_scale", "policy"])
+@pytest.mark.parametrize("module", SUITES)
 def test_the_suite_in_the_wheel_of_jmp_passes_except_for_documented_differences(module):
+    differences, private = SUITES[module]
     folder = importlib.util.find_spec("jmp").submodule_search_locations[0]
     source = pathlib.Path(folder, "_src", f"{module}_test.py").read_text()
     imports = rf"from jmp\._src import {module} as jmp"
     source, replaced = re.subn(imports, "", source)
     assert replaced == 1
     namespace = types.ModuleType(f"jmp_{module}_test")
-    namespace.jmp = types.SimpleNamespace(**vars(jmp_scale), **PRIVATE[module])
+    namespace.jmp = types.SimpleNamespace(**vars(jmp_scale), **private)
     exec(compile(source, f"{module}_test.py", "exec"), namespace.__dict__)
     result = unittest.TestResult()
     unittest.defaultTestLoader.loadTestsFromModule(namespace).run(result)
@@ -173,7 +159,7 @@ def test_the_suite_in_the_wheel_of_jmp_passes_except_for_documented_differences(
     failed = {case.id().rsplit(".", 1)[-1] for case, _ in outcomes}
     print(*(text for _, text in outcomes), sep="\n")
     assert result.testsRun > 20
-    assert failed == DIFFERENCES[module]
+    assert failed == differences
 
 
 def test_the_drop_in_exports_what_jmp_exports():

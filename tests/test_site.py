@@ -50,16 +50,14 @@ def test_search_shows_the_right_section_in_the_first_two_results(site):
             for hit in json.loads(answer)[:2]
             for place in [hit["page"], *hit["shown"]]
         ]
-        if not any(is_shown(section, shown) for section in right.split()):
+        found = [
+            place.startswith(section) if "#" in section else place == section
+            for place in shown
+            for section in right.split()
+        ]
+        if not any(found):
             wrong[question] = shown
     assert len(wrong) <= 0.05 * len(QUESTIONS), wrong
-
-
-def is_shown(section, shown):
-    return any(
-        place.startswith(section) if "#" in section else place == section
-        for place in shown
-    )
 
 
 @pytest.mark.slow

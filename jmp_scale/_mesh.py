@@ -55,9 +55,7 @@ def reshard_like(x: PyTree, like: PyTree) -> PyTree:
 
 
 def if_on_one_device(
-    alone: Callable[[PyTree], T],
-    sharded: Callable[[PyTree], T],
-    arrays: PyTree,
+    alone: Callable[[PyTree], T], sharded: Callable[[PyTree], T], arrays: PyTree
 ) -> T:
     """Returns `alone(arrays)` if all lie on one device, else `sharded(arrays)`."""
     mesh = _mesh_of(jax.tree.leaves(arrays))

@@ -76,9 +76,8 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
 def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
     """Selects one of two pytrees of equal types, leaf by leaf, without branching.
 
-    Use it in your own training loop to keep the old state on a skipped step. It is
-    `jnp.where` for arrays, NumPy arrays, typed PRNG keys and Python numbers. Leaves
-    without data (functions, strings) must be equal in both trees.
+    Use it in your own training loop to keep the old state on a skipped step. It selects
+    arrays, typed PRNG keys and numbers. Other leaves must be equal in both trees.
 
     Args:
       pred: bool[], typically `all_finite(grads)`.
@@ -225,11 +224,9 @@ def is_variable(x: object) -> bool:
     return hasattr(x, "copy_from")  # Flax need not be imported
 
 
-def split_arrays(
-    tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None
-) -> tuple[list[jax.Array], Callable[[Arrays], PyTree]]:
+def split_arrays(tree: PyTree) -> tuple[list[jax.Array], Callable[[Arrays], PyTree]]:
     """Returns the arrays among the leaves, and a function that rejoins a new tree."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
+    leaves, structure = jax.tree.flatten(tree)
 
     def rejoin(arrays: Arrays) -> PyTree:
         left = iter(arrays)

@@ -3,8 +3,8 @@
 Others need nothing from this module: S and its counter are restored like all leaves.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -125,9 +125,8 @@ def _restored(
     load: Callable[[PyTree], PyTree], state: T, missing: tuple[str, ...]
 ) -> T:
     """Restores a state from a checkpoint without these parts."""
-    leaves, structure = jax.tree.flatten(state)
     try:
-        form = _form(leaves, structure, missing)
+        form = _Form(state, missing)
         saved = load(jax.tree.map(form.on_disk.__getitem__, form.numbers))
     except _LOAD_ERRORS as error:
         first_line = (str(error).strip() or repr(error)).splitlines()[0]
@@ -139,24 +138,30 @@ def _restored(
     places = max(named, key=lambda names: len(names.keys() & saved.keys()))
     for name in sorted(saved.keys() - places.keys()):
         raise _OtherFormError(f"{name} is {_type(saved[name])}, expected nothing")
-    restored = [*leaves]
+    restored = [*form.leaves]
     for name, i in places.items():
         # The functions among an Equinox model's leaves are not saved.
         if is_data(form.on_disk[i]) or hasattr(form.on_disk[i], "dtype"):
             restored[i], remainder = form.read(name, saved.get(name), i)
             if i in form.remainder_of:
                 restored[form.remainder_of[i]] = remainder
-    return jax.tree.unflatten(structure, restored)
+    return jax.tree.unflatten(form.structure, restored)
 
 
-class _Form(NamedTuple):
-    """An older form of a state; leaves go by their numbers in the state."""
+class _Form:
+    """A state without some of its parts; leaves go by their numbers in the state."""
 
-    numbers: PyTree  # the tree on disk: what is read finds its leaf by its name there
-    leaves: Sequence[PyTree]  # of the state
-    on_disk: Sequence[PyTree]  # the same, of the dtypes on disk
-    may_round: dict[int, bool]  # of S and guards, which may be of another dtype there
-    remainder_of: dict[int, int]  # by the number of its parameter
+    def __init__(self, state: PyTree, missing: tuple[str, ...]) -> None:
+        self.leaves, self.structure = jax.tree.flatten(state)
+        numbers = jax.tree.unflatten(self.structure, range(len(self.leaves)))
+        # The tree on disk: what is read finds its leaf by its name there.
+        self.numbers = _without(missing, numbers)
+        # Of S and guards, which may be of another dtype there.
+        self.may_round = _scaling_leaves(numbers)
+        self.on_disk, self.remainder_of = self.leaves, {}
+        if "half storage" in missing:
+            self.on_disk = [_widened(x) for x in self.leaves]
+            self.remainder_of = _remainders_by_parameter(numbers, self.leaves)
 
     def read(self, name: str, value: PyTree, i: int) -> tuple[PyTree, PyTree]:
         """Returns a value like a leaf of the state, and the remainder of its rounding.
@@ -177,19 +182,6 @@ class _Form(NamedTuple):
         return split(jnp.asarray(value, jnp.float32))
 
 
-def _form(
-    leaves: Sequence[PyTree], structure: PyTree, missing: tuple[str, ...]
-) -> _Form:
-    """Returns the form of a state without these parts."""
-    numbers = jax.tree.unflatten(structure, range(len(leaves)))
-    on_disk, remainder_of = leaves, {}
-    if "half storage" in missing:
-        on_disk = [_widened(x) for x in leaves]
-        remainder_of = _remainders_by_parameter(numbers, leaves)
-    older, may_round = _without(missing, numbers), _scaling_leaves(numbers)
-    return _Form(older, leaves, on_disk, may_round, remainder_of)
-
-
 def _scaling_leaves(numbers: PyTree) -> dict[int, bool]:
     """Returns the numbers of the leaves of S and guards; whether they may round."""
     fields = [_state.fields_of(x) for _, x in _state.find_loss_scale_states(numbers)]
@@ -197,9 +189,7 @@ def _scaling_leaves(numbers: PyTree) -> dict[int, bool]:
     return {i: k == "guard" for k, tree in of.items() for i in jax.tree.leaves(tree)}
 
 
-def _remainders_by_parameter(
-    numbers: PyTree, leaves: Sequence[PyTree]
-) -> dict[int, int]:
+def _remainders_by_parameter(numbers: PyTree, leaves: list[PyTree]) -> dict[int, int]:
     """Returns the number of each remainder among the leaves, by its parameter's."""
     kept = remainders("restore", numbers)
     outside = _replaced(numbers, _state.is_half_storage, lambda _: None)

@@ -27,11 +27,10 @@ def value_and_grad(
 ) -> Callable[..., tuple[PyTree, PyTree]]:
     """Returns `jax.value_and_grad(fun)`, which scales internally; results are unscaled.
 
-    Use it in place of `jax.value_and_grad` wherever a loss is computed in float16, with
-    the loss scale of the current step: `value_and_grad(loss_fn, state.loss_scale)`.
-
-    It multiplies the loss by S, and divides the gradients by the same S in float32. If
-    S is a power of two, no bit of a gradient changes unless it over- or underflowed.
+    Use it wherever a loss is computed in float16, with the loss scale of the current
+    step: `value_and_grad(loss_fn, state.loss_scale)`. It multiplies the loss by S, and
+    divides the gradients by the same S in float32. If S is a power of two, no bit of a
+    gradient changes unless it over- or underflowed.
 
     `fun` is the whole loss, including regularization terms; do not scale anything in it
     yourself. Cast to float32 before the last mean (`.astype(jnp.float32)`). Otherwise
@@ -143,8 +142,7 @@ def differentiated(
             params = args[argnums]
         _warn_if_captured(function, loss_scale, params)
         with _in_context(loss_scale):
-            result = scaled_value_and_grad(*args, **fun_kwargs)
-        pair, grads = result
+            pair, grads = scaled_value_and_grad(*args, **fun_kwargs)
         if not (isinstance(pair, tuple) and isinstance(pair[-1], _Output)):
             raise TypeError(
                 f"{function}: expected transform to return ((value, aux), grads), as "
@@ -171,22 +169,15 @@ def _warn_if_captured(
     numbers = [x for x in jax.tree.leaves(loss_scale) if hasattr(x, "dtype")]
     params = [x for x in jax.tree.leaves(differentiated) if isinstance(x, jax.Array)]
     # A new array is traced inside `jit`, but not inside an eager `vmap`.
-    is_compiled = _are_traced([jnp.zeros(())]) == {True}
-    if (
-        is_compiled
-        and _are_traced(numbers) == {False}
-        and _are_traced(params) == {True}
-    ):
+    groups = [jnp.zeros(())], params, numbers
+    are_traced = [{isinstance(x, Tracer) for x in group} for group in groups]
+    if are_traced == [{True}, {True}, {False}]:
         warn(
             f"{function}: expected S as an argument of the traced function, got "
             f"{loss_scale!r} from outside, which stays so in every call. Pass what "
             "holds it (opt_state, the optimizer) into the function, or take a "
             "StaticLossScale if S is to be constant"
         )
-
-
-def _are_traced(arrays: list[PyTree]) -> set[bool]:
-    return {isinstance(x, Tracer) for x in arrays}
 
 
 def checked_output(function: str, output: PyTree, has_aux: bool) -> _Output:

@@ -74,8 +74,7 @@ class StaticLossScale(LossScale):
 class DynamicLossScale(LossScale):
     """A loss scale that backs off at an overflow, and grows after a finite period.
 
-    Use it for float16 training. It needs no tuning: S settles just below the values at
-    which gradients overflow.
+    Use it for float16. It needs no tuning: S settles just below where overflows begin.
 
     ```text
     finite:      counter += 1
@@ -96,9 +95,9 @@ class DynamicLossScale(LossScale):
     With S = 8 and period = 3, S is 16 after the third finite step in a row and 32 after
     the sixth.
 
-    It is a frozen dataclass and a pytree. Its leaves are `loss_scale` and `counter`
-    (and `hysteresis_left` with hysteresis), which may have a leading axis under `vmap`.
-    All other fields are static. `adjust` preserves shapes and dtypes.
+    It is a frozen dataclass and a pytree, whose leaves are `loss_scale` and `counter`
+    (and `hysteresis_left` with hysteresis). They may have leading axes under `vmap`,
+    and keep their shapes and dtypes. All other fields are static.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2. The
     first five arguments are jmp's (0.0.4), hysteresis is that of Megatron-LM.
@@ -112,8 +111,8 @@ class DynamicLossScale(LossScale):
       factor: growth of S, > 1; 2 keeps S a power of two, which scales exactly.
       min_loss_scale: floor of S; below 1 for unscaled gradients that overflow. Values
         below 2^-126 (0, say) mean 2^-126.
-      max_loss_scale: cap of S; a higher cap than 2^24 brings float16 nothing. Values
-        above 2^126 mean 2^126.
+      max_loss_scale: cap of S; beyond 2^24 float16 gains nothing. Values above 2^126
+        mean 2^126.
       backoff_factor: factor in (0, 1) at an overflow; None divides by `factor`.
       growth_delay: finite steps that do not count after the start and each overflow.
       hysteresis: overflows until S backs off; 1 backs off at each.
@@ -163,8 +162,8 @@ class DynamicLossScale(LossScale):
 
         Args:
           grads_finite: bool, of the shape of `loss_scale` ([], except under `vmap`).
-          loss_finite: bool of that shape; False if the unscaled loss itself is not
-            finite. The loss scale then stays, because no S changes the forward pass.
+          loss_finite: bool of that shape; False if the unscaled loss is not finite.
+            The loss scale then stays, because no S changes the forward pass.
 
         Raises:
           ValueError: a flag that is not boolean, or not of the shape of `loss_scale`.

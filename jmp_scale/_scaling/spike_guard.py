@@ -27,9 +27,9 @@ _LARGEST_COUNT = 2**30  # so that no count of accepted steps overflows int32
 class SpikeGuard(_pytree.Pytree):
     """Detects spikes: steps whose loss or gradient norm is an extreme outlier.
 
-    Use it for long runs in which a single bad batch can spoil the parameters or the
-    moments of Adam: `with_loss_scale(tx, guard=SpikeGuard())` skips a spike like an
-    overflow, except that the loss scale stays.
+    Use it for long runs, in which one bad batch can spoil the parameters or the moments
+    of Adam: `with_loss_scale(tx, guard=SpikeGuard())` skips a spike like an overflow,
+    except that the loss scale stays.
 
     It watches two numbers x, the largest of all devices: the loss, if it is passed as
     `value`, and log2 of the global norm of the unscaled gradients. A norm above 1.8e19,
@@ -42,21 +42,17 @@ class SpikeGuard(_pytree.Pytree):
     restart:   an accepted outlier restarts mean and deviation
     ```
 
-    | x | floor |
-    | --- | --- |
-    | log2 of the norm | 0.25 bits |
-    | with an ordinary loss | `max(0.25, min(8/3 * norm_deviation, 2/3))` bits |
-    | the loss | `0.02 * abs(loss_mean)`, times `irregular` |
+    The floor of log2 of the norm is 0.25 bits. With a loss that is less than halfway
+    from its mean to its limit it is `max(0.25, min(8/3 * norm_deviation, 2/3))` bits.
+    That of the loss is `0.02 * abs(loss_mean)`. Floor and deviation of the loss are
+    multiplied by `max(1, norm_deviation / 0.25)`, because losses have long tails where
+    norms vary.
 
-    A loss is ordinary if it is less than halfway from its mean to its limit. The
-    deviation of the loss is multiplied by `irregular` too, which is
-    `max(1, norm_deviation / 0.25)`, because losses have long tails where norms vary.
-
-    Mean and deviation are exponential averages with `decay`, unbiased from the first
-    step on. There are no spikes before `warmup` accepted steps. In the warm-up an
-    outlier enters the statistics clipped to its limit, and a large drop restarts them,
-    so that one huge step does not blind the guard. A step that is not finite is a spike
-    only if its loss is finite and an outlier; it never changes the statistics.
+    Mean and deviation are exponential averages, unbiased from the first step on. There
+    are no spikes before `warmup` accepted steps. In the warm-up an outlier enters the
+    statistics clipped to its limit, and a large drop restarts them, so that one huge
+    step does not blind the guard. A step that is not finite is a spike only if its loss
+    is finite and an outlier; it never changes the statistics.
 
     The guard is a frozen dataclass and a pytree. Its leaves are the statistics, f32[],
     and counts, i32[]: `loss_steps` and `norm_steps` entered the statistics; `accepted`

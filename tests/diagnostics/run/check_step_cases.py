@@ -44,7 +44,7 @@ def target(x):
 
 HALF = {d: jmp_scale.autocast(loss_fn, d) for d in ("float16", "bfloat16")}
 HALF["float32"] = loss_fn
-ADAMW = optax.adamw(1e-3)
+ADAM, ADAMW = optax.scale_by_adam(), optax.adamw(1e-3)
 INNER = {
     "adamw": ADAMW,
     "sgd": optax.sgd(1e-2),
@@ -337,16 +337,18 @@ def records():
     """S, losses and norms of the last eight steps, NaN and infinite ones too."""
 
     @jax.jit
-    def step(state, x):
+    def step(state, history, x):
         loss, grads = scaled(HALF["float16"], state["opt"].loss_scale, state["p"], x)
         params, opt = applied(state["p"], state["opt"], loss, grads)
         new = {"S": opt.loss_scale.loss_scale, "of g": optax.tree.norm(grads), "": loss}
         rows = {k: state[k].at[state["i"] % 8].set(new[k]) for k in new}
         rows["rolled"] = jnp.roll(state["rolled"], 1).at[0].set(new["S"])
-        return {"p": params, "opt": opt, "i": state["i"] + 1, **rows}
+        history = history.push(state["opt"], opt, loss=loss)
+        return {"p": params, "opt": opt, "i": state["i"] + 1, **rows}, history
 
     state = dict.fromkeys(("S", "of g", "", "rolled"), jnp.zeros(8))
-    return step, ({"p": PARAMS, "opt": TX.init(PARAMS), "i": jnp.int32(0), **state}, X)
+    state |= {"p": PARAMS, "opt": TX.init(PARAMS), "i": jnp.int32(0)}
+    return step, (state, jmp_scale.diagnostics.LossScaleHistory.create(10), X)
 
 
 def accumulated(params, ls, x):
@@ -436,16 +438,19 @@ def loop_by_hand(mistake=None, ls="dynamic"):
         seen = {"loss": loss, "NaN alone": jnp.where(jnp.isinf(w2), 0, w2)}
         seen = seen.get(mistake, grads)
         finite = jmp_scale.all_finite(seen)
-        counted = jmp_scale.all_finite(loss) if mistake == "flag" else finite
         if mistake == "zero":  # momentum moves on
             grads = jax.tree.map(lambda g: jnp.where(finite, g, 0.0), grads)
         updates, new = ADAMW.update(grads, opt, params)
         updated = optax.apply_updates(params, updates), new
         if mistake not in ("select", "zero"):
             updated = jmp_scale.select_tree(finite, updated, (params, opt))
-        ls = ls if mistake == "adjust" else ls.adjust(counted)
-        ls = DYNAMIC if mistake == "anew" else ls
-        return *updated, ls, loss
+        adjusted = {
+            "adjust": ls,
+            "anew": DYNAMIC,
+            "flag": ls.adjust(jmp_scale.all_finite(loss)),
+            "branch": jmp_scale.select_tree(finite, ls.adjust(True), ls),
+        }
+        return *updated, adjusted.get(mistake, ls.adjust(finite)), loss
 
     return step, (PARAMS, ADAMW.init(PARAMS), LOSS_SCALES[ls], X)
 
@@ -470,20 +475,22 @@ def gan(mistake=None):
 
 
 def one_player_in_float32(mistake=None):
-    """A critic with S, and a generator with a plain optimizer that sees it."""
+    """A critic with S, and a generator with a plain optimizer that sees it.
+
+    Of their states as arguments side by side none is a chain.
+    """
 
     @jax.jit
-    def step(critic, generator, x):
-        params, state = critic
+    def step(params, state, other, opt, x):
         ls = state.loss_scale if mistake else LOSS_SCALES["none"]
         params, state, loss = learned(params, state, x)
-        other, opt = generator
         both = functools.partial(loss_fn, params)
         _, grads = by_hand(lambda p, x: loss_fn(p, x) * both(x), ls, other, x)
-        updates, opt = ADAMW.update(grads, opt, other)
-        return (params, state), (optax.apply_updates(other, updates), opt), loss
+        updates, opt = ADAM.update(grads, opt)
+        other = optax.apply_updates(other, optax.tree.scale(-1e-3, updates))
+        return params, state, other, opt, loss
 
-    return step, ((PARAMS, TX.init(PARAMS)), (OTHERS, ADAMW.init(OTHERS)), X)
+    return step, (PARAMS, TX.init(PARAMS), OTHERS, ADAM.init(OTHERS), X)
 
 
 def ensemble():
@@ -708,7 +715,10 @@ WRONG = {
         **cases(loop_by_hand, mistake=["flag", "NaN alone"]),
         **cases(step_of, change=clipped, inner="sgd"),
     },
-    "state put back": cases(step_of, around="apply_if_finite"),
+    "state put back": {
+        **cases(step_of, around="apply_if_finite"),
+        **cases(loop_by_hand, mistake="branch"),
+    },
     "skipped alone": cases(split_parameters, mistake="over one axis"),
     "changed on a skip": {
         **cases(step_of, results=[decayed, put_back]),

@@ -1,5 +1,6 @@
 """`check_step` names what is wrong with a step, and says nothing of right ones."""
 
+import concurrent.futures
 import functools
 import itertools
 import pathlib
@@ -34,11 +35,11 @@ check_step = diagnostics.check_step
 # Only one of these is the cause.
 CAUSES = {"never unscaled", "unscaled twice", "clipped while scaled"}
 CAUSES |= {"unscaled by the next S"}
+WRONG_STEPS = [(rule, name) for rule, steps in WRONG.items() for name in steps]
 # Of each rule about S, and about what a skip leaves, the first step runs by default.
 LATER = {"replicas diverge", "guard without a loss", "comes back in half precision"}
 LATER |= {"captured parameters", "reported scaled", "S adjusted twice"}
 FIRST = [(rule, next(iter(WRONG[rule]))) for rule in WRONG if rule not in LATER]
-WRONG_STEPS = [(rule, name) for rule, steps in WRONG.items() for name in steps]
 
 
 @pytest.mark.parametrize(("rule", "name"), by_name(FIRST, WRONG_STEPS))
@@ -120,11 +121,16 @@ def sgd_step(w, state, x, twice=False, tx=SGD, loss_of=linear):
 
 
 SGD_STEP = jax.jit(sgd_step, static_argnames=("twice", "tx", "loss_of"))
+ARGS = WEIGHTS, SGD.init(WEIGHTS), ROWS
+
+
+def rules_of(step, *args):
+    return [problem.rule for problem in check_step(step, *args).findings]
 
 
 def test_a_step_is_compiled_twice_as_it_is_and_in_float32():
     compiled = jax.jit(sgd_step)
-    assert check_step(compiled, WEIGHTS, SGD.init(WEIGHTS), ROWS).calls > 12
+    assert check_step(compiled, *ARGS).calls > 12
     assert compiled._cache_size() == 2
 
 
@@ -139,7 +145,7 @@ def test_arguments_are_as_they_were_and_may_be_donated():
 
 def test_a_summary_has_each_problem_its_cure_and_what_was_not_checked():
     step = functools.partial(SGD_STEP, twice=True)
-    found = check_step(step, WEIGHTS, SGD.init(WEIGHTS), ROWS)
+    found = check_step(step, *ARGS)
     (problem,) = found.findings
     assert str(found) == found.summary()
     assert str(problem) in str(found)
@@ -195,17 +201,12 @@ def test_two_processes_find_the_same_with_a_split_batch_and_split_parameters():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     commands = [[sys.executable, script, str(port), str(i)] for i in range(2)]
-    started = [subprocess.Popen(command, **pipes) for command in commands]
-    try:
-        printed = [process.communicate(timeout=240)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
+    run = functools.partial(subprocess.run, capture_output=True, text=True, timeout=240)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        printed = [each.stdout.splitlines()[-3:] for each in pool.map(run, commands)]
     lines = ["[] ()", "['unscaled twice'] ()", "['NaN stays'] ()"]
-    assert [text.splitlines()[-3:] for text in printed] == [lines, lines]
+    assert printed == [lines, lines]
 
 
 @pytest.mark.parametrize(
@@ -269,26 +270,6 @@ def test_a_step_whose_object_holds_the_state_is_not_called():
         assert not found.ok
 
 
-def test_an_object_with_constants_does_not_hold_the_state():
-    class Normalizer:
-        def __init__(self):
-            self.mean = jnp.ones(4)
-
-        def step(self, w, state, x):
-            return SGD_STEP(w, state, x - self.mean / 2)
-
-    assert check_step(Normalizer().step, WEIGHTS, SGD.init(WEIGHTS), ROWS).ok
-
-
-def test_a_guard_that_starts_to_count_anew_sees_the_loss():
-    tx = jmp_scale.with_loss_scale(optax.sgd(1.0), DYNAMIC, guard=GUARD)
-    args = WEIGHTS, tx.init(WEIGHTS), ROWS
-    step = jax.jit(functools.partial(sgd_step, tx=tx))
-    for _ in range(2):
-        args = *step(*args)[:2], ROWS
-        assert check_step(step, *args).ok
-
-
 def test_keyword_arguments_are_named_as_they_are():
     old = check_step(
         lambda w, s: (SGD_STEP(w, s, ROWS)[0], s), WEIGHTS, s=SGD.init(WEIGHTS)
@@ -298,37 +279,42 @@ def test_keyword_arguments_are_named_as_they_are():
     ]
 
 
-def test_a_step_that_is_skipped_in_any_case_says_so_and_no_more():
-    def step(w, state, x):
-        return SGD_STEP(w, state, jnp.log(x))
-
-    found = check_step(step, WEIGHTS, SGD.init(WEIGHTS), -ROWS)
-    assert [(p.rule, p.level) for p in found.findings] == [("not applied", "warning")]
-    assert found.calls == 3
-    assert found.findings[0].text == "The step is skipped at S = 8."
-    found = check_step(SGD_STEP, WEIGHTS, SGD.init(WEIGHTS), jnp.nan * ROWS)
-    assert [(p.rule, p.where) for p in found.findings] == [("NaN goes in", "args[2]")]
+def step_on(tx=SGD, x=ROWS, **settings):
+    """A step with its arguments; what `settings` has is a setting of `sgd_step`."""
+    step = functools.partial(SGD_STEP, tx=tx, **settings)
+    return step, WEIGHTS, tx.init(WEIGHTS), x
 
 
-def overflowing(tx, twice=False):
-    """A step whose gradients overflow in float16 from S = 2 on."""
-    half = jmp_scale.autocast(lambda w, x: 1e5 * linear(w, x), "float16")
-    step = functools.partial(SGD_STEP, twice=twice, tx=tx, loss_of=half)
-    return step, WEIGHTS, tx.init(WEIGHTS), ROWS
+def scaled(inner, loss_scale=DYNAMIC, **settings):
+    return jmp_scale.with_loss_scale(inner, loss_scale, **settings)
 
 
-def test_a_step_that_overflows_at_8_is_checked_at_a_smaller_s():
-    assert check_step(*overflowing(SGD)).ok
-    found = check_step(*overflowing(SGD, twice=True))
-    assert [p.rule for p in found.findings] == ["unscaled twice"]
+def test_a_guard_that_starts_to_count_anew_sees_the_loss():
+    step, *args = step_on(scaled(optax.sgd(1.0), guard=GUARD))
+    for _ in range(2):
+        args = *step(*args)[:2], ROWS
+        assert check_step(step, *args).ok
+
+
+def overflows(w, x):
+    """A loss whose gradients overflow in float16 from S = 2 on."""
+    return jmp_scale.autocast(lambda w, x: 1e5 * linear(w, x), "float16")(w, x)
 
 
 def test_a_static_s_at_which_every_step_overflows_is_named():
-    static = jmp_scale.StaticLossScale(2.0**24)
-    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), static)
-    (problem,) = check_step(*overflowing(tx)).findings
+    tx = scaled(optax.sgd(0.1), jmp_scale.StaticLossScale(2.0**24))
+    (problem,) = check_step(*step_on(tx, loss_of=overflows)).findings
     assert problem.rule == "not applied"
     assert problem.text == "The step is skipped at S = 1.67772e+07."
+
+
+def test_a_step_that_is_skipped_in_any_case_says_so_and_no_more():
+    found = check_step(*step_on(x=-ROWS, loss_of=lambda w, x: linear(w, jnp.log(x))))
+    assert [(p.rule, p.level) for p in found.findings] == [("not applied", "warning")]
+    assert found.calls == 3
+    assert found.findings[0].text == "The step is skipped at S = 8."
+    found = check_step(*step_on(x=jnp.nan * ROWS))
+    assert [(p.rule, p.where) for p in found.findings] == [("NaN goes in", "args[2]")]
 
 
 def test_calls_that_raise_are_counted_and_the_first_error_is_named():
@@ -337,7 +323,7 @@ def test_calls_that_raise_are_counted_and_the_first_error_is_named():
             raise StopIteration("as planned")
         return SGD_STEP(w, state, x)
 
-    found = check_step(step, WEIGHTS, SGD.init(WEIGHTS), ROWS)
+    found = check_step(step, *ARGS)
     (problem,) = (p for p in found.findings if p.rule == "raised")
     assert not found.ok
     assert re.match(rf"\d+ of {found.calls} calls raised", problem.text)
@@ -345,69 +331,20 @@ def test_calls_that_raise_are_counted_and_the_first_error_is_named():
 
 
 def test_the_error_of_the_first_call_and_errors_of_types_come_out():
+    def fails_at_inf(w, state, x):
+        if jnp.isinf(state.loss_scale.loss_scale):
+            raise TypeError("no number")
+        return SGD_STEP(w, state, x)
+
     with pytest.raises(ZeroDivisionError):
         check_step(lambda w: 1 / 0, WEIGHTS)
     with pytest.raises(TypeError, match="no number"):
-        check_step(fails_at_inf, WEIGHTS, SGD.init(WEIGHTS), ROWS)
+        check_step(fails_at_inf, *ARGS)
 
 
-def fails_at_inf(w, state, x):
-    if jnp.isinf(state.loss_scale.loss_scale):
-        raise TypeError("no number")
-    return SGD_STEP(w, state, x)
-
-
-def test_gradients_of_zero_are_not_checked():
-    adam = jmp_scale.with_loss_scale(optax.adam(0.1), DYNAMIC)
-    step = functools.partial(SGD_STEP, tx=adam)
-    found = check_step(step, WEIGHTS, adam.init(WEIGHTS), 0 * ROWS)
-    assert "gradients of zero" in [p.rule for p in found.findings]
-    assert not found.ok
-
-
-def test_a_step_whose_state_does_not_come_back_was_not_checked():
-    found = check_step(lambda w, x: linear(w, x), WEIGHTS, ROWS)
-    assert [p.rule for p in found.findings] == ["nothing comes back", "no loss scale"]
-    assert not found.ok
-
-
-def test_states_of_two_optimizers_as_arguments_are_no_chain():
-    average = optax.ema(0.9)
-
-    @jax.jit
-    def step(w, state, old, x):
-        w, state, loss = sgd_step(w, state, x)
-        _, new = average.update(w, old)
-        return w, state, jmp_scale.select_tree(state.applied, new, old), loss
-
-    args = WEIGHTS, SGD.init(WEIGHTS), average.init(WEIGHTS), ROWS
-    assert check_step(step, *args).findings == ()
-
-
-def rules_of(step, *args):
-    return [problem.rule for problem in check_step(step, *args).findings]
-
-
-def test_a_step_that_reads_its_data_from_elsewhere_is_asked_for_a_batch():
-    batches = (i * ROWS for i in itertools.count(1))
-
-    def step(w, state):
-        return SGD_STEP(w, state, next(batches))
-
-    assert rules_of(step, WEIGHTS, SGD.init(WEIGHTS)) == ["not repeatable"]
-
-
-def test_an_s_that_only_finite_steps_adjust_never_falls():
-    def step(w, ls, x):
-        loss, grads = jmp_scale.value_and_grad(linear, ls)(w, x)
-
-        def apply(_):
-            return jax.tree.map(lambda p, g: p - 0.1 * g, w, grads), ls.adjust(True)
-
-        finite = jmp_scale.all_finite(grads)
-        return *jax.lax.cond(finite, apply, lambda _: (w, ls), None), loss
-
-    assert rules_of(jax.jit(step), WEIGHTS, DYNAMIC, ROWS) == ["state put back"]
+def test_what_is_no_step_is_a_type_error_that_says_what_to_write():
+    with pytest.raises(TypeError, match=r"got an array.*check_step\(train_step, "):
+        check_step(linear(WEIGHTS, ROWS))
 
 
 # Finite gradients, and an update that is infinite or NaN.
@@ -424,13 +361,11 @@ NOT_FINITE = {
 
 @pytest.mark.parametrize("name", NOT_FINITE)
 def test_an_update_that_is_not_finite_is_found_and_left_out_by_its_cure(name):
-    tx = jmp_scale.with_loss_scale(NOT_FINITE[name](), DYNAMIC)
-    step = functools.partial(SGD_STEP, tx=tx)
-    assert rules_of(step, WEIGHTS, tx.init(WEIGHTS), ROWS) == ["update not finite"]
+    inner = NOT_FINITE[name]()
+    assert rules_of(*step_on(scaled(inner))) == ["update not finite"]
     last = optax.apply_if_finite(optax.identity(), 5)
-    tx = jmp_scale.with_loss_scale(optax.chain(NOT_FINITE[name](), last), DYNAMIC)
-    step = functools.partial(SGD_STEP, tx=tx)
-    w, state, _ = step(WEIGHTS, tx.init(WEIGHTS), ROWS)
+    step, *args = step_on(scaled(optax.chain(inner, last)))
+    w, state, _ = step(*args)
     assert state.applied
     assert jmp_scale.all_finite(w)
 
@@ -440,8 +375,7 @@ def regression(clip, outside):
     keys = jax.random.split(jax.random.key(0), 3)
     w = {"w": jax.random.normal(keys[0], (8, 1)) / 3}
     x, y = jax.random.normal(keys[1], (64, 8)), jax.random.normal(keys[2], (64, 1))
-    inner = optax.adam(1e-3) if outside else optax.chain(clip, optax.adam(1e-3))
-    tx = jmp_scale.with_loss_scale(inner, DYNAMIC)
+    tx = scaled(optax.adam(1e-3) if outside else optax.chain(clip, optax.adam(1e-3)))
     tx = optax.chain(clip, tx) if outside else tx
 
     @functools.partial(jmp_scale.autocast, dtype="float16")
@@ -472,37 +406,51 @@ def test_a_clip_in_a_rule_of_the_loss_is_told_as_one_of_scaled_gradients():
     def loss_of(w, x):
         return jnp.mean((clip_gradient(x @ w["w"]) - 1) ** 2)
 
-    step = functools.partial(SGD_STEP, loss_of=loss_of)
-    problem, *_ = check_step(step, WEIGHTS, SGD.init(WEIGHTS), ROWS).findings
+    problem, *_ = check_step(*step_on(loss_of=loss_of)).findings
     assert problem.rule == "clipped while scaled"
     assert "or a custom rule inside the loss clips" in problem.text
 
 
-def test_what_is_no_step_is_a_type_error_that_says_what_to_write():
-    with pytest.raises(TypeError, match=r"got an array.*check_step\(train_step, "):
-        check_step(linear(WEIGHTS, ROWS))
+def test_an_object_with_constants_does_not_hold_the_state():
+    class Normalizer:
+        def __init__(self):
+            self.mean = jnp.ones(4)
+
+        def step(self, w, state, x):
+            return SGD_STEP(w, state, x - self.mean / 2)
+
+    assert rules_of(Normalizer().step, *ARGS) == []
 
 
 def test_a_linear_loss_that_is_not_returned_is_no_captured_one():
-    adam = jmp_scale.with_loss_scale(optax.adam(0.1), DYNAMIC)
-
     def loss_of(w, x):
         return jnp.mean(x @ w["w"])
 
-    def step(*args):
-        return SGD_STEP(*args, tx=adam, loss_of=loss_of)[:2]
-
-    assert check_step(step, WEIGHTS, adam.init(WEIGHTS), ROWS).findings == ()
+    step, *args = step_on(scaled(optax.adam(0.1)), loss_of=loss_of)
+    assert rules_of(lambda *args: step(*args)[:2], *args) == []
 
 
-def test_records_of_all_steps_may_change_on_a_skip():
-    @jax.jit
-    def step(w, before, history, x):
-        w, after, loss = sgd_step(w, before, x)
-        return w, after, history.push(before, after, loss=loss)
+def test_a_step_that_overflows_at_8_is_checked_at_a_smaller_s():
+    assert rules_of(*step_on(loss_of=overflows)) == []
+    assert rules_of(*step_on(loss_of=overflows, twice=True)) == ["unscaled twice"]
 
-    history = diagnostics.LossScaleHistory.create(10)
-    assert check_step(step, WEIGHTS, SGD.init(WEIGHTS), history, ROWS).ok
+
+def test_a_step_that_reads_its_data_from_elsewhere_is_asked_for_a_batch():
+    batches = (i * ROWS for i in itertools.count(1))
+    rules = rules_of(lambda *args: SGD_STEP(*args, next(batches)), *ARGS[:2])
+    assert rules == ["not repeatable"]
+
+
+def test_gradients_of_zero_are_not_checked():
+    found = rules_of(*step_on(scaled(optax.adam(0.1)), 0 * ROWS))
+    assert found == ["nothing learned", "gradients of zero"]
+
+
+def test_a_step_that_returns_its_arguments_or_no_state_is_not_checked():
+    rules = ["S never adjusted", "nothing learned"]
+    assert rules_of(lambda w, state, x: (w, state), *ARGS) == rules
+    rules = ["nothing comes back", "no loss scale"]
+    assert rules_of(lambda w, x: linear(w, x), WEIGHTS, ROWS) == rules
 
 
 def test_each_rule_has_a_step_and_says_what_to_write():
@@ -515,22 +463,3 @@ def test_each_rule_has_a_step_and_says_what_to_write():
     for rule in RULES.values():
         assert rule.text.endswith(".")
         assert rule.cure.endswith(".")
-
-
-def test_a_step_that_returns_what_it_got_changes_nothing():
-    state = SGD.init(WEIGHTS)
-    found = check_step(lambda w, state, x: (w, state), WEIGHTS, state, ROWS)
-    rules = [problem.rule for problem in found.findings]
-    assert rules == ["S never adjusted", "nothing learned"]
-
-
-def test_a_result_that_is_scaled_is_a_warning_unless_its_name_says_so():
-    def step(name, w, state, x):
-        s = state.loss_scale.loss_scale
-        w, state, loss = sgd_step(w, state, x)
-        return w, state, {name: loss * s, "S": s}
-
-    for name, rules in (("loss", ["reported scaled"]), ("scaled_loss", [])):
-        compiled = jax.jit(step, static_argnums=0)
-        found = check_step(compiled, name, WEIGHTS, SGD.init(WEIGHTS), ROWS)
-        assert [p.rule for p in found.findings] == rules

@@ -28,11 +28,6 @@ def loss(w, x):
     return jnp.mean((x @ w) ** 2)
 
 
-def in_a_with(context):
-    with context:
-        pass
-
-
 def gradient_of(fun, **options):
     return jmp_scale.grad(fun, StaticLossScale(8.0), **options)(jnp.ones(()))
 
@@ -42,10 +37,6 @@ def step(state=None, grads=None, **extra_args):
     tx = with_loss_scale(ADAM)
     grads = PARAMS if grads is None else grads
     return tx.update(grads, state or tx.init(PARAMS), PARAMS, **extra_args)
-
-
-def in_jit(tool, *args):
-    return jax.jit(lambda w: tool(*args, w, X))(X)
 
 
 X, PARAMS = jnp.ones((4, 4)), jnp.ones(2)
@@ -113,7 +104,7 @@ autocast(loss, "bfloat16", keep_float32=True)
     keep_float32 to be a name or .*, got a bool True; .*keep_float32\(fun\)
 autocast(loss, "bfloat16", keep_float32=["a", DROPOUT])
     tuple of names, got a Dropout .*keep_float32\(fun\)
-in_a_with(autocast("bfloat16"))
+autocast("bfloat16")
     got a str; write autocast\(loss_fn.* not a context manager
 autocast(nnx.Linear, "bfloat16")
     got the class Linear; .*lambda model, x: loss\(model\(x\)\)
@@ -121,7 +112,7 @@ autocast(DENSE, "bfloat16")
     got a Dense; .*of Linen lambda params, x: loss\(model.apply\(params, x\)\)
 autocast(loss, "bfloat16", recompute="False")
     expected recompute to be True or False, got 'False'
-in_jit(diagnostics.compare_gradients, HALF, loss)
+jax.jit(diagnostics.compare_gradients, static_argnums=(0, 1))(HALF, loss, X, X)
     compare_gradients: expected arrays with values, got traced .*outside of jax
 jax.jit(lambda p: DynamicLossScale(period=p))(3)
     concrete
@@ -143,6 +134,16 @@ diagnostics.LossScaleHistory.create(0)
     create: expected capacity to be an integer in \[1, .*, got 0
 diagnostics.sensitive_products(loss, X, X, tolerance=-1.0)
     expected tolerance to be a number >= 0, got -1.0
+presets.deepspeed(2000)
+    ^deepspeed: expected initial_scale_power to be a number in \[-126, 126\]
+presets.deepspeed("8")
+    be a real number, got '8'
+presets.apex("8")
+    loss_scale to be a real number, got '8'
+presets.mpx("8", 1)
+    loss_scale to be a real number, got '8'
+presets.apex(max_loss_scale="8")
+    max_loss_scale to be a real number, got '8'
 get_loss_scale({"fp16": {"loss_scale": 0}})
     got the section \{.*; pass one value of it, or .* jmp_scale.presets
 DynamicLossScale().adjust({"w": X})

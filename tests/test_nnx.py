@@ -167,10 +167,6 @@ def test_variables_of_any_content_are_written_by_applied_steps_and_put_back_by_o
     assert int(optimizer.step[...]) == 2
 
 
-class Sown(nnx.Variable):
-    pass
-
-
 class Sower(nnx.Module):
     """Makes a variable at the first call, and lets it grow at the next ones."""
 
@@ -179,7 +175,7 @@ class Sower(nnx.Module):
 
     def __call__(self, x):
         y = (self.w[...] * x).astype(jnp.float16).astype(jnp.float32)
-        self.sow(Sown, "h", {"y": y, "rows": jnp.int32(len(y))})
+        self.sow(nnx.Cache, "h", {"y": y, "rows": jnp.int32(len(y))})
         if not hasattr(self, "mean"):
             self.mean = nnx.BatchStat(jnp.zeros(2))
         self.mean[...] = 0.5 * self.mean[...] + y

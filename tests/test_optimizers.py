@@ -1,7 +1,4 @@
-"""What Optax promises of its optimizers, and what goes where, holds in the wrapper.
-
-One table: every optimizer that Optax has, and the properties that a wrapped one keeps.
-"""
+"""Every optimizer of Optax keeps its properties, and those of Optax, when wrapped."""
 
 import functools
 

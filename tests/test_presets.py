@@ -266,20 +266,3 @@ def test_an_initial_s_above_the_cap_starts_there_where_the_framework_does():
 def test_ends_that_a_framework_leaves_open_are_those_of_the_range():
     for made in (presets.apex(max_loss_scale=None), presets.pytorch()):
         assert (made.min_loss_scale, made.max_loss_scale) == (SMALLEST, LARGEST)
-
-
-@pytest.mark.parametrize(
-    ("preset", "kwargs", "error", "message"),
-    [
-        ("deepspeed", {"initial_scale_power": 2000}, ValueError, r"in \[-126, 126\]"),
-        ("deepspeed", {"initial_scale_power": "8"}, TypeError, "be a real number"),
-        ("apex", {"init_scale": "8"}, TypeError, "loss_scale to be a real number"),
-        ("mpx", {"loss_scaling": "8", "min_loss_scaling": 1}, TypeError, "loss_scale"),
-        ("apex", {"max_loss_scale": "8"}, TypeError, "max_loss_scale to be a real"),
-    ],
-)
-def test_a_start_that_is_no_number_or_out_of_range_is_a_clear_error(
-    preset, kwargs, error, message
-):
-    with pytest.raises(error, match=f"expected .*{message}"):
-        getattr(presets, preset)(**kwargs)

@@ -195,19 +195,17 @@ def test_every_field_survives(made):
         assert vars(copied) == vars(made)
 
 
-NAMES_OF_GUARD = (
-    "loss_mean loss_deviation loss_steps norm_mean norm_deviation norm_steps accepted "
-    "in_a_row"
-)
-
-
 @pytest.mark.parametrize(
     ("made", "names"),
     [
         (StaticLossScale(8.0), ""),
         (DynamicLossScale(), "loss_scale counter"),
         (FULL, "loss_scale counter hysteresis_left"),
-        (jmp_scale.SpikeGuard(), NAMES_OF_GUARD),
+        (
+            jmp_scale.SpikeGuard(),
+            "loss_mean loss_deviation loss_steps norm_mean norm_deviation norm_steps "
+            "accepted in_a_row",
+        ),
     ],
 )
 def test_leaves_are_named(made, names):

@@ -24,12 +24,13 @@ from jmp_scale.checkpoints import restore, without_half_storage
 from jmp_scale.linen import TrainState
 from jmp_scale.nnx import Optimizer
 
+ADAM = optax.adam(2.0**-10)  # steps that a bfloat16 near 1 cannot make
 PARAMS = {"w": jnp.arange(1.0, 4.0), "b": jnp.float32(0.5)}
 GRADS = jax.tree.map(jnp.ones_like, PARAMS)
 
 
 def make_state(loss_scale, guard=None):
-    tx = jmp_scale.with_loss_scale(optax.adam(0.1), loss_scale, guard=guard)
+    tx = jmp_scale.with_loss_scale(ADAM, loss_scale, guard=guard)
     return TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
 
 
@@ -101,42 +102,39 @@ def test_a_foreign_or_truncated_state_dict_is_a_clear_error(state_dict):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_s_and_a_guard_are_restored_from_any_floating_dtype_that_holds_them(dtype):
     # EasyLM's checkpointer writes all floating-point arrays in bfloat16.
-    def saved(made, **floats):
-        narrow = {name: np.asarray(x).astype(dtype) for name, x in floats.items()}
-        return flax.serialization.to_state_dict(made) | narrow
+    def restored(target, name, value):
+        narrow = {name: np.asarray(value).astype(dtype)}
+        saved = flax.serialization.to_state_dict(target) | narrow
+        return flax.serialization.from_state_dict(target, saved)
 
-    restore_as = flax.serialization.from_state_dict
-    loss_scale = restore_as(
-        jmp_scale.DynamicLossScale(), saved(TARGET, loss_scale=2.0**13)
-    )
+    loss_scale = restored(TARGET, "loss_scale", 2.0**13)
     assert_bitwise_equal(loss_scale.loss_scale, jnp.float32(2.0**13))
     assert loss_scale.counter == 7
-    guard = restore_as(GUARD, saved(GUARD, loss_mean=1.2345, norm_mean=-3.3))
-    expected = np.asarray(1.2345).astype(dtype).astype(np.float32)
+    guard = restored(GUARD, "loss_mean", -1.2345)
+    expected = np.asarray(-1.2345).astype(dtype).astype(np.float32)
     assert_bitwise_equal((guard.loss_mean, guard.accepted), (expected, np.int32(0)))
     message = rf"at path .*got .*{dtype}.*in a dtype that rounds it \(save float32\)"
-    lost = ((TARGET, "loss_scale", np.inf), (TARGET, "loss_scale", 4e4))
-    for target, name, value in (*lost, (GUARD, "loss_mean", np.inf)):
+    for target, name, value in (
+        (TARGET, "loss_scale", np.inf),
+        (TARGET, "loss_scale", 4e4),
+        (GUARD, "loss_mean", np.inf),
+    ):
         with pytest.raises(ValueError, match=message):
-            restore_as(target, saved(target, **{name: value}))
+            restored(target, name, value)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_restore_casts_the_floats_of_s_and_of_a_guard(dtype):
-    def wrote(tree):
-        tree = jax.tree.map(np.asarray, tree)
-        return jax.tree.map(lambda x: x.astype(dtype) if x.dtype == "f" else x, tree)
+    def wrote(x):
+        return np.asarray(x).astype(dtype if x.dtype == jnp.float32 else x.dtype)
 
-    saved = make_state(TARGET, guard=dataclasses.replace(GUARD, loss_mean=1.2345))
-    opt_state = saved.opt_state
-    scaling = {
-        name: wrote(getattr(opt_state, name)) for name in ("loss_scale", "guard")
-    }
-    written = saved.replace(opt_state=opt_state._replace(**scaling))
-    new = make_state(jmp_scale.DynamicLossScale(), GUARD)
-    restored = restore(lambda _: written, new).opt_state
+    guard = dataclasses.replace(GUARD, loss_mean=jnp.float32(1.2345))
+    new = jmp_scale.with_loss_scale(ADAM, jmp_scale.DynamicLossScale(), guard=GUARD)
+    new = new.init(PARAMS)
+    saved = jax.tree.map(wrote, {"loss_scale": TARGET, "guard": guard})
+    restored = restore(lambda _: new._replace(**saved), new)
     assert restored.loss_scale.loss_scale == 8
-    expected = np.asarray(1.2345, np.float32).astype(dtype).astype(np.float32)
+    expected = saved["guard"].loss_mean.astype(np.float32)
     assert_bitwise_equal(restored.guard.loss_mean, expected)
 
 
@@ -168,7 +166,6 @@ FORMS = [
     "half storage and loss scale",
 ]
 OLDEST = FORMS[-1]
-ADAM = optax.adam(2.0**-10)  # steps that a bfloat16 near 1 cannot make
 
 
 def optimizer_without(missing, loss_scale=8.0):

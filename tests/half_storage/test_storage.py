@@ -323,13 +323,7 @@ def test_averages_that_the_optimizer_itself_stores_in_half_precision_are_bfloat1
 
 
 def test_a_parameter_may_itself_be_called_mu():
-    eqx = pytest.importorskip("equinox")
-
-    class Model(eqx.Module):
-        mu: jax.Array
-        z: dict
-
-    model = Model(jnp.ones(3), {"nu": jnp.ones(2)})
+    model = collections.namedtuple("Model", "mu z")(jnp.ones(3), {"nu": jnp.ones(2)})
     inner = optax.contrib.schedule_free_adamw(0.1)
     tx = with_half_storage(inner, averages=["nu"], key=KEY)
     state = tx.init(model).inner_state

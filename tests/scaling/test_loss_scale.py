@@ -257,11 +257,6 @@ def test_any_placeholder_may_stand_for_a_leaf():
     assert jax.tree.leaves(DynamicLossScale(None)) == []
 
 
-@pytest.mark.parametrize("loss_scale", EVERY_KIND)
-def test_a_loss_scale_is_a_number(loss_scale):
-    assert float(loss_scale) == (1 if loss_scale == NoOpLossScale() else 8)
-
-
 FLOAT16 = (jnp.float16, np.float16, np.dtype("float16"))
 WIDE = (jnp.bfloat16, jnp.dtype(jnp.bfloat16), np.float64, float)
 
@@ -299,13 +294,3 @@ def test_only_half_looks_at_the_devices_and_that_of_a_tpu_needs_none(monkeypatch
 def test_a_power_that_is_no_number_is_an_unknown_loss_scale(spec):
     with pytest.raises(ValueError, match="unknown loss scale"):
         get_loss_scale(spec)
-
-
-def test_a_dictionary_scales_each_loss_by_its_own_s_and_unscales_it_exactly():
-    loss_scales = {"a": DynamicLossScale(8.0), "b": StaticLossScale(2.0)}
-    losses = {"a": jnp.float16(3.0), "b": jnp.float32(0.1)}
-    is_leaf = {"is_leaf": lambda x: isinstance(x, jmp_scale.LossScale)}
-    scaled = jax.tree.map(jmp_scale.scale, loss_scales, losses, **is_leaf)
-    assert scaled == {"a": 24, "b": jnp.float32(0.2)}
-    unscaled = jax.tree.map(jmp_scale.unscale, loss_scales, scaled, **is_leaf)
-    assert unscaled == losses | {"a": 3}

@@ -18,13 +18,11 @@ def reference(
     """Spikes of a run, in Python numbers: the rule of the docstring, step by step."""
 
     class Series:
-        mean, variance, steps = 0.0, 0.0, 0
+        mean, variance, steps, floor = 0.0, 0.0, 0, 0.25
 
-        def limit(self):
-            return self.mean + threshold * max(math.sqrt(self.variance), self.floor())
-
-        def leaps(self, x):
-            return self.warm() and x > self.limit()
+        def limit(self, floor=0.0):
+            spread = max(math.sqrt(self.variance), self.floor, floor)
+            return self.mean + threshold * spread
 
         def warm(self):
             return accepted >= warmup and self.steps >= max(min(warmup, 20), 1)
@@ -42,38 +40,29 @@ def reference(
             self.variance = (1 - weight) * (self.variance + weight * difference**2)
             self.steps += 1
 
-    class Loss(Series):
-        def floor(self):
-            irregular = max(1, math.sqrt(norm.variance) / 0.25)
-            return irregular * max(math.sqrt(self.variance), 0.02 * abs(self.mean))
-
-    class Norm(Series):
-        def floor(self):
-            return 0.25
-
-    def norm_leaps(bits, x):
-        extra = 0
-        # A norm beside an ordinary loss has to leap further.
-        if loss.warm() and x <= (loss.mean + loss.limit()) / 2:
-            extra = min(8 / 3 * math.sqrt(norm.variance), 2 / 3)
-        return norm.leaps(bits) and bits > norm.mean + threshold * extra
-
-    loss, norm, in_a_row, accepted, spikes = Loss(), Norm(), 0, 0, []
+    loss, norm, in_a_row, accepted, spikes = Series(), Series(), 0, 0, []
     for x, g, is_finite in zip(losses, norms, finite, strict=True):
-        by_norm = is_finite and g > 0 and norm_leaps(math.log2(g), x)
-        leaps = loss.leaps(x) or by_norm
+        deviation, bits = math.sqrt(norm.variance), math.log2(g) if g > 0 else None
+        irregular = max(1, deviation / 0.25)
+        least = max(math.sqrt(loss.variance), 0.02 * abs(loss.mean))
+        loss.floor = irregular * least
+        # A norm beside an ordinary loss has to leap further.
+        is_lone = loss.warm() and x <= (loss.mean + loss.limit()) / 2
+        limit = norm.limit(min(8 / 3 * deviation, 2 / 3) if is_lone else 0.0)
+        by_norm = is_finite and g > 0 and norm.warm() and bits > limit
+        leaps = by_norm or (loss.warm() and x > loss.limit())
         spike = leaps and in_a_row < max_in_a_row
         spikes.append(spike)
         in_a_row += spike
         if spike or not is_finite:
             continue
         if leaps:
-            loss, norm, accepted = Loss(), Norm(), 0
+            loss, norm, accepted = Series(), Series(), 0
         in_a_row = 0
         if g > 0 or norm.steps == 0:
             loss.learn(x)
         if g > 0:
-            norm.learn(math.log2(g))
+            norm.learn(bits)
         accepted += 1
     return spikes
 

@@ -135,18 +135,12 @@ SHARDED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("case", "how"),
-    [
-        ("1-D", "prefix"),
-        ("2-D", "tree"),
-        ("both", "context mesh"),
-        ("Explicit", "by type"),
-        ("2-D, Explicit", "by type"),
-    ],
-)
-def test_with_specs_or_explicit_axes_there_is_one_scalar_all_reduce(case, how):
-    mesh, spec = SHARDED[case]
+HOW = {"1-D": "prefix", "2-D": "tree", "both": "context mesh"}
+
+
+@pytest.mark.parametrize("case", SHARDED)
+def test_with_specs_or_explicit_axes_there_is_one_scalar_all_reduce(case):
+    (mesh, spec), how = SHARDED[case], HOW.get(case, "by type")
     clean, dirty = sharded_tree(mesh, spec), sharded_tree(mesh, spec, np.nan)
     specs = jax.tree.map(lambda x: x.sharding.spec, clean) if how == "tree" else spec
 

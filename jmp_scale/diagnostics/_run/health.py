@@ -189,31 +189,16 @@ def _present(state: LossScaleState, steps: Steps | None) -> tuple[str, str] | No
         return None
     many = f"The last {in_a_row} steps were all skipped"
     last = "The last step was skipped" if in_a_row == 1 else many
-    losses, overflows = _causes(state, steps)
-    if overflows:
-        kind = _of_overflows(state, s, losses)
-    else:
-        kind = "loss not finite" if losses else None
-    return (kind, last) if kind else None
+    rule = _rule_of_skips(state, s, in_a_row, steps)
+    return (rule, last) if rule else None
 
 
-def _causes(state: LossScaleState, steps: Steps | None) -> tuple[int, int]:
-    """Returns the numbers of skips by a loss that is not finite, and by overflows.
-
-    Of the last skips in a row with a history, which knows the cause of each, else of
-    all.
-    """
-    if steps is None:
-        losses = int(state.nonfinite_losses)
-        return losses, int(state.skipped) - losses - int(state.spikes)
-    last = slice(-int(state.skipped_in_a_row), None)
-    spike, finite = steps["spike"][last], steps["loss_finite"][last]
-    return int((~finite).sum()), int((finite & ~spike).sum())
-
-
-def _of_overflows(state: LossScaleState, s: float, losses: int) -> str | None:
-    """Returns the kind of finding on gradients that overflow at S in the last steps."""
-    in_a_row = int(state.skipped_in_a_row)
+def _rule_of_skips(
+    state: LossScaleState, s: float, in_a_row: int, steps: Steps | None
+) -> str | None:
+    losses, overflows = _causes(state, in_a_row, steps)
+    if not overflows:
+        return "loss not finite" if losses else None
     # A class of the user's own may have no floor, and a mapping of Flax has none.
     floor = getattr(state.loss_scale, "min_loss_scale", None)
     if floor is not None and s <= floor:
@@ -221,6 +206,20 @@ def _of_overflows(state: LossScaleState, s: float, losses: int) -> str | None:
     # A large S needs some steps at first, and a broken batch explains a few later.
     is_start = floor is not None and in_a_row == int(state.skipped) and not losses
     return "every step skipped" if in_a_row >= 10 and not is_start else None
+
+
+def _causes(
+    state: LossScaleState, in_a_row: int, steps: Steps | None
+) -> tuple[int, int]:
+    """Counts skips by losses that are not finite, and by overflows.
+
+    The last ones in a row with a history, which knows the cause of each, else all.
+    """
+    if steps is None:
+        losses = int(state.nonfinite_losses)
+        return losses, int(state.skipped) - losses - int(state.spikes)
+    spike, finite = steps["spike"][-in_a_row:], steps["loss_finite"][-in_a_row:]
+    return int((~finite).sum()), int((finite & ~spike).sum())
 
 
 def _frequent(steps: Steps | None) -> tuple[str, str] | None:

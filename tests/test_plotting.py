@@ -19,19 +19,13 @@ def plotting():
     plotting.plt.close("all")
 
 
-LEAVES = [
+LEAVES = (
     diagnostics.LeafComparison("['w']", 2.0, 0.02, 0.1, True, 0.0),
     diagnostics.LeafComparison("['t']", 1e-9, 1.0, 1.0, True, 0.0),
-]
+)
+WINDOW = diagnostics.Window(2.0**6, 2.0**22, 2.0**20)
 GRADIENTS = diagnostics.GradientComparison(
-    loss=1.0,
-    half_loss=1.0,
-    error=0.02,
-    scaled_error=0.7,
-    leaves=tuple(LEAVES),
-    float32_error=0.0,
-    loss_scale=1.0,
-    window=diagnostics.Window(2.0**6, 2.0**22, 2.0**20),
+    1.0, 1.0, 0.02, 0.7, LEAVES, float32_error=0.0, loss_scale=1.0, window=WINDOW
 )
 
 
@@ -54,7 +48,7 @@ def test_the_loss_scale_is_drawn_with_its_two_kinds_of_skipped_steps(plotting):
     assert "$2^{15}$" in [text.get_text() for text in ax.get_yticklabels()]
 
 
-def spike_history(spikes=(3,), loss=2.0):
+def spike_history(spikes, loss):
     """Ten steps, of which some were skipped as spikes."""
     applied = ~np.isin(np.arange(10), spikes)
     factor = np.where(applied, np.float32(1), np.float32(100))
@@ -62,20 +56,19 @@ def spike_history(spikes=(3,), loss=2.0):
 
 
 def test_spikes_are_drawn_above_the_losses_and_norms_of_applied_steps(plotting):
-    top, bottom = plotting.plot_history(spike_history())
+    top, bottom = plotting.plot_history(spike_history([3], 2.0))
     assert marked(top, "skipped: spike") == [[3, 200]]
     assert marked(bottom, "skipped: spike") == [[3, 50]]
     assert np.isnan(marked(top, "applied")[3][1])
     assert bottom.get_xlabel() == "step"
 
 
-@pytest.mark.parametrize("loss", [2.0, -2.0])
-def test_a_run_without_spikes_is_drawn_whatever_its_losses(plotting, loss):
+@pytest.mark.parametrize(("loss", "scale"), [(2.0, "log"), (-2.0, "linear")])
+def test_a_run_without_spikes_is_drawn_whatever_its_losses(plotting, loss, scale):
     figure, axes = plotting.plt.subplots(1, 2)
-    top, bottom = plotting.plot_history(spike_history((), loss), axes)
+    top, bottom = plotting.plot_history(spike_history([], loss), axes)
     assert (top, bottom) == tuple(axes)
-    assert len(top.lines) == 1
-    assert top.get_yscale() == ("log" if loss > 0 else "linear")
+    assert (len(top.lines), top.get_yscale()) == (1, scale)
     figure.canvas.draw()
 
 

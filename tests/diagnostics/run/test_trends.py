@@ -39,25 +39,20 @@ def lost(share):
     return {"lost_entries": np.full(200, 0.9), "lost_magnitude": np.full(200, share)}
 
 
-SINE, EVERY_25 = np.sin(np.arange(800) / 5), np.arange(800) % 25 == 0
-FALLS, RAMP = falling(800) / noise(800, 0.04), np.arange(800) / 800
+LONG = np.arange(800)
+SINE, RAMP, FALLS = np.sin(LONG / 5), LONG / 800, falling(800) / noise(800, 0.04)
+LEVEL = 2.3 * noise(800, 0.02)
 # Columns of a history, or a loss; the rule, and words of its text.
 RUNS = {
     # A run that falls, with the symptoms of instability on top of it.
-    "swings": (
-        FALLS * (1 + 0.6 * SINE),
-        "loss oscillates",
-        "of its level up and down, every 31 steps",
-    ),
+    "swings": (FALLS * (1 + 0.6 * SINE), "loss oscillates", "down, every 31 steps"),
     "swings a little": (FALLS * (1 + 0.2 * SINE),),
     "leaps": (
-        FALLS * np.where(EVERY_25, 5, 1),
+        FALLS * np.where(LONG % 25, 1, 5),
         "bursts",
         "times in 800 steps, typically every 25 steps",
     ),
-    "leaps three times": (
-        FALLS * np.where(np.isin(np.arange(800), [9, 80, 400]), 5, 1),
-    ),
+    "leaps three times": (FALLS * np.where(np.isin(LONG, [9, 80, 400]), 5, 1),),
     "the norm explodes": (
         {"loss": FALLS, "grad_norm": 10 ** (5 * RAMP)},
         "growing norm",
@@ -66,14 +61,10 @@ RUNS = {
     "the norm has grown, and stays": (
         {"loss": FALLS, "grad_norm": np.where(RAMP < 0.1, 1.0, 200.0)},
     ),
-    "no progress": (2.3 * noise(800, 0.02), "no progress", "2.3 after 2.3"),
-    "slow progress": (2.3 * noise(800, 0.02) * (1 - 0.05 * RAMP),),
-    "no progress of a trained model": (
-        {"capacity": 400, "loss": 2.3 * noise(800, 0.02)},
-    ),
-    "a trained model, heavy tails": (
-        {"capacity": 400, "loss": 1e-6 * noise(800, 1.0)},
-    ),
+    "no progress": (LEVEL, "no progress", "2.3 after 2.3"),
+    "slow progress": (LEVEL * (1 - 0.05 * RAMP),),
+    "no progress of a trained model": ({"capacity": 400, "loss": LEVEL},),
+    "a trained model, heavy tails": ({"capacity": 400, "loss": 1e-6 * noise(800, 1)},),
     "flat": (noise(299),),
     "a burst": (np.where(STEP // 30 == 10, 3.0, 1.0) * falling(500),),
     "short": (falling(39),),
@@ -87,16 +78,12 @@ RUNS = {
     ),
     "the start has left the buffer": ({"capacity": 200, "loss": RISEN},),
     "a trained model": ({"capacity": 200, "loss": RISEN[400:]}, "loss diverges"),
-    "blew up": (
-        then(BLOWN_UP, np.full(200, 2.3)),
-        "no progress",
-        "(2.3 after 2.4, and 1e+04 at step 2)",
-    ),
+    "blew up": (then(BLOWN_UP, np.full(200, 2.3)), "no progress", "1e+04 at step 2)"),
     "blew up and recovered": (then(BLOWN_UP, np.full(200, 0.5)),),
     "most updates are lost": (
         lost(0.72),
         "lost updates",
-        "In the last 100 steps 90% of the updates, and 72% of their size",
+        "90% of the updates, and 72%",
     ),
     "lost near a minimum": ({"grad_norm": SHRINKING, **lost(0.9)},),
     # Only applied steps make a trend.

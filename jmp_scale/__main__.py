@@ -8,8 +8,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from . import __version__
 from . import _machine as machine
 from ._cpu import has_bfloat16_units, processor_name
@@ -45,8 +43,6 @@ def main(
         "comparisons": [products, *model],
     }
     if arguments.measure:
-        stats = jax.local_devices()[0].memory_stats() or {}
-        report["peak_bytes_of_first_device"] = stats.get("peak_bytes_in_use")
         report["send"] = _SEND
     if arguments.json:
         print(json.dumps(report, default=dataclasses.asdict, indent=1))
@@ -92,11 +88,7 @@ def _text(report: dict[str, Any]) -> str:
     blocks = [f"{where}, {report['date']}; {named}."]
     blocks += [f"{name}={value}" for name, value in report["environment"].items()]
     blocks += map(markdown, report["comparisons"])
-    if peak := report.get("peak_bytes_of_first_device"):
-        blocks.append(f"At its peak the first device held {peak / 2**30:.1f} GiB.")
-    blocks.append(report["advice"])
-    if send := report.get("send"):
-        blocks.append(send)
+    blocks += [report[last] for last in ("advice", "send") if last in report]
     return "\n\n".join(blocks)
 
 

@@ -57,7 +57,6 @@ class Row:
 
     program: str
     milliseconds: float | None = None  # the median of a call
-    spread: tuple[float, float] | None = None  # milliseconds, the least and the most
     gain: Ratio | None = None  # the first program's time over its own, round by round
     # Arguments, results and temporaries on each device, as compiled.
     mebibytes: float | None = None
@@ -104,7 +103,6 @@ def compare(
     for name, own in times.items():
         row, median = rows[name], statistics.median(own)
         row.milliseconds = 1000 * median
-        row.spread = 1000 * min(own), 1000 * max(own)
         row.teraflops = flops / median / 1e12 if flops else None
         if name != base and base in times:
             pairs = zip(times[base], own, strict=True)

@@ -126,9 +126,8 @@ def products(sizes: Sizes) -> Comparison:
 
 def advice(measured: Comparison, kind: str) -> str:
     """Recommends a dtype for this kind of machine from what ran, with `autocast`."""
-    rows = {row.program.removeprefix("autocast, "): row for row in measured.rows}
-    found = {dtype: rows[dtype].gain for dtype in HALVES if dtype in rows}
-    gains = {dtype: gain.median for dtype, gain in found.items() if gain}
+    found = {row.program.removeprefix("autocast, "): row.gain for row in measured.rows}
+    gains = {name: gain.median for name in HALVES if (gain := found.get(name))}
     least = max(_FAST, measured.believable or 1)
     fast = next((dtype for dtype, gain in gains.items() if gain > least), None)
     if not gains:
@@ -154,15 +153,16 @@ class Model(NamedTuple):
 
 def gradients(model: Model) -> tuple[str, Programs]:
     """Returns programs that compute the loss and its gradient."""
-    losses: dict[str, tuple[LossFunction, LossScale]]
-    losses = {"float32": (model.loss, NoOpLossScale())}
-    for cast, name in ((autocast, "autocast"), (_by_hand, "cast by hand")):
-        losses[f"{name}, bfloat16"] = cast(model.loss, "bfloat16"), NoOpLossScale()
-        losses[f"{name}, float16"] = cast(model.loss, "float16"), StaticLossScale(2**10)
-    programs = {}
-    for name, (loss, loss_scale) in losses.items():
+
+    def program(loss: LossFunction, loss_scale: LossScale) -> Compile:
         gradient = value_and_grad(loss, loss_scale)
-        programs[name] = compiling(gradient, model.params, model.tokens)
+        return compiling(gradient, model.params, model.tokens)
+
+    none, scaled = NoOpLossScale(), StaticLossScale(2**10)
+    programs = {"float32": program(model.loss, none)}
+    for cast, name in ((autocast, "autocast"), (_by_hand, "cast by hand")):
+        programs[f"{name}, bfloat16"] = program(cast(model.loss, "bfloat16"), none)
+        programs[f"{name}, float16"] = program(cast(model.loss, "float16"), scaled)
     return f"gradient of {model.title}", programs
 
 

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from ..._tree import is_inexact
 from .._findings import Finding
 from .step_calls import FAR, Calls, Run
-from .step_leaves import Named, Path, host, sampled
+from .step_leaves import Path, host, sampled
 from .step_powers import Row
 
 _MOST_CALLS = 16  # until a window of accumulation ends
@@ -103,18 +103,20 @@ class Base:
         """The step at several values of each S, of which one alone changes."""
         return [*map(self.exact.at_several, self.calls.scales)]
 
-    def rows(self, leaves_of: Callable[[Run], Named]) -> dict[Path, Row]:
-        """Returns the leaves that grow or, else, fall by powers of an S."""
+    @functools.cached_property
+    def told(self) -> dict[Path, Row]:
+        """Returns what grows or, else, falls by powers of an S, results too."""
         found = {-1: {}, 0: {}, 1: {}}
         for several in self.several_s:
-            for path, row in several.rows(leaves_of).items():
+            for path, row in several.rows.items():
                 found[row.direction][path] = row
         return found[-1] | found[1]
 
     @functools.cached_property
     def changing(self) -> dict[Path, Row]:
         """Returns the leaves of the state that do."""
-        return self.rows(state_of)
+        floats = self.exact.run.floats
+        return {path: row for path, row in self.told.items() if path in floats}
 
     def at_several(self, scale: Path) -> "SeveralS":
         """Returns the step in float32 or, if it casts to float16, below overflow.
@@ -138,10 +140,6 @@ class Base:
         return run if self.run.is_alike(run) else None
 
 
-def state_of(run: Run) -> Named:
-    return {path: run.after[path] for path in run.floats}
-
-
 @dataclasses.dataclass(frozen=True)
 class SeveralS:
     """The same step at several values of one S."""
@@ -155,9 +153,10 @@ class SeveralS:
         runs = {power: self.at(power) for power in self.powers}
         return {power: run for power, run in runs.items() if run}
 
-    def rows(self, leaves_of: Callable[[Run], Named]) -> dict[Path, Row]:
+    @functools.cached_property
+    def rows(self) -> dict[Path, Row]:
         """Returns the floating-point leaves that all runs have, but S itself."""
-        leaves = [leaves_of(run) for run in self.runs.values()]
+        leaves = [run.leaves for run in self.runs.values()]
         rows: dict[Path, Row] = {}
         for path, x in next(iter(leaves), {}).items():
             if is_inexact(x) and all(path in each for each in leaves):
@@ -170,7 +169,8 @@ class SeveralS:
     @property
     def is_unclear(self) -> bool:
         """Whether a leaf depends on S by no power, which no cause explains."""
-        rows = self.rows(state_of).values()
+        floats = {path for run in self.runs.values() for path in run.floats}
+        rows = [row for path, row in self.rows.items() if path in floats]
         rows = [row for row in rows if (row.entries != row.entries[:1]).any()]
         has_cause = any(row.direction > 0 or row.falls_at_once for row in rows)
         return self.is_exact and not has_cause and not all(r.direction for r in rows)

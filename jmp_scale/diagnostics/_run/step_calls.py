@@ -90,6 +90,11 @@ class Run:
         """Whether another call was applied, and counted as this one was."""
         return run is not None and run.is_applied and run.counted == self.counted
 
+    @property
+    def leaves(self) -> Named:
+        """Returns all results, and what comes back of arguments."""
+        return {("result", *path): x for path, x in self.results.items()} | self.after
+
     @functools.cached_property
     def changes(self) -> dict[Path, Change]:
         """Returns the leaves that steps change and skips keep."""

@@ -1,6 +1,5 @@
 """Leaves of a step's arguments and results by path, and which belong together."""
 
-import itertools
 import math
 import sys
 from collections import defaultdict
@@ -132,7 +131,11 @@ def matched(
         if is_free and not set(leaves.values()).intersection(found.values()):
             found |= leaves
             equal[key].append(leaves)
-    found |= _in_order(equal.values(), [*before], [*results])
+    for twins in equal.values():  # none is nearer to a place: they keep their order
+        parts = [[*leaves.values()] for leaves in twins]
+        parts.sort(key=lambda part: [*results].index(part[0]))
+        for leaves, part in zip(twins, parts, strict=True):
+            found |= zip(leaves, part, strict=True)
     for path in carried:
         if path not in {each[:1] for each in found}:
             raise ValueError(
@@ -155,8 +158,9 @@ def _candidates(
 ) -> list[tuple[object, dict[Path, Path]]]:
     """Returns the pairs of parts with equal names and shapes, the best first.
 
-    What is carried in its place, the largest, those of one name, then the nearest:
-    parameters have the form of their moments. Equal parts have one key.
+    The largest, those of one name or place, then the nearest: parameters have the form
+    of their moments. Parts that start equal, as states of optimizers and the copies of
+    averages do, have one key.
     """
     places: dict[Form, list[Path]] = defaultdict(list)
     for place, form in subtrees(results).items():
@@ -173,25 +177,9 @@ def _candidates(
                 gap = float(np.nansum(np.abs(np.concatenate([*gaps]))))
                 fixed = is_named or (is_carried and place == path)
                 key = form, *(sampled(host(before[p])).tobytes() for p in leaves)
-                rank = not is_carried, -len(form), not fixed, len(path), gap
+                rank = -len(form), not fixed, len(path), gap
                 candidates.append((rank, (fixed and place, key), leaves))
     return [each[1:] for each in sorted(candidates, key=lambda each: each[0])]
-
-
-def _in_order(
-    parts: Iterable[list[dict[Path, Path]]], before: list[Path], results: list[Path]
-) -> dict[Path, Path]:
-    """Gives equal parts their places in order: none is nearer to one of these.
-
-    States of optimizers start equal, and an average as a copy of the parameters.
-    """
-    found = {}
-    for twins in parts:
-        paths = sorted(map(list, twins), key=lambda part: before.index(part[0]))
-        places = [[*leaves.values()] for leaves in twins]
-        places.sort(key=lambda part: results.index(part[0]))
-        found |= zip(itertools.chain(*paths), itertools.chain(*places), strict=True)
-    return found
 
 
 def _may_match(path: Path, place: Path, form: Form) -> bool:

@@ -18,7 +18,7 @@ from ..._types import PyTree
 from .._findings import Finding
 from .step_base import Base
 from .step_calls import NOISE, Run
-from .step_leaves import Named, Path, copies_of, has_moved, host, seem_to_come_back
+from .step_leaves import Path, copies_of, has_moved, host, seem_to_come_back
 from .step_powers import Row, count_of_power
 
 _GROWS = 2**30  # a counter at which S grows, whatever its period
@@ -226,16 +226,12 @@ def _is_clipped_unscaled(base: Base, rows: dict[Path, Row], paths: list[Path]) -
 
 def reported_unscaled(base: Base) -> Findings:
     """Checks what is reported and not named scaled, and the loss that a guard sees."""
-    means = [(*state, "guard", "loss_mean") for state in base.calls.states]
-
-    def reports(run: Run) -> Named:
-        results = {("result", *path): x for path, x in run.results.items()}
-        return results | {path: run.after[path] for path in means if path in run.after}
-
+    means = {(*state, "guard", "loss_mean") for state in base.calls.states}
     # A mean that a step carries may change, too.
-    rows = base.rows(reports) | ({} if _telling(base) else base.changing)
-    for path in rows:
-        if path in means or "scale" not in "".join(path).lower():
+    carried = means if _telling(base) else means | base.changing.keys()
+    for path in base.told:
+        is_named = path not in means and "scale" in "".join(path).lower()
+        if (path[0] == "result" or path in carried) and not is_named:
             yield from base.found("reported scaled", [path])
 
 

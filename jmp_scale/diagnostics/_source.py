@@ -14,7 +14,6 @@ from .._validation import user_frame
 
 _ROOT = __file__.removesuffix("diagnostics/_source.py")
 _INTERNAL = ("jax", "jaxlib", "jmp_scale", "numpy", "python")
-_UNNAMED = re.compile(r"(\.<locals>\.<\w+>)+$")
 _INSTALLED = re.compile(r".*(?:site|dist)-packages/(\w+)")
 
 
@@ -27,10 +26,8 @@ class Place(NamedTuple):
     # inside out, and whether one of them is of a module for linear algebra.
     calls: tuple[str, ...] = ()
     in_linalg: bool = False
-    # The function around the line, but never a lambda or a generator.
-    function: str = ""
-    # The line of a library, such as "flax/nnx/x.py:12"; "" for JAX.
-    library: str = ""
+    function: str = ""  # the one around the line, with the names of those around it
+    library: str = ""  # the line of a library, as "flax/nnx/x.py:12"; "" for JAX
 
     @property
     def where(self) -> str:
@@ -55,8 +52,7 @@ def place_of(eqn: JaxprEqn, outer: Place) -> Place:
             break
         package = _package(file)
         if package is None:
-            name = _UNNAMED.sub("", function)
-            return Place(file, line, tuple(calls), in_linalg, name, library)
+            return Place(file, line, tuple(calls), in_linalg, function, library)
         if not library and package not in _INTERNAL:
             library = f"{file.rpartition('-packages/')[2]}:{line}"
         calls.append(function)

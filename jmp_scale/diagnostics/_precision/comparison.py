@@ -17,14 +17,7 @@ from ..._tree import promote_to_float32
 from ..._types import Arrays, Function, PyTree
 from .. import _backward
 from .._backward import Backward, Loss
-from .._findings import (
-    Finding,
-    are_notes,
-    error_rule,
-    finding,
-    summary_of,
-    warning_rule,
-)
+from .._findings import Finding, Rule, are_notes, error_rule, finding, summary_of
 from .._tables import leaf_name, percent, power, printed, table
 
 # Training tolerates an error of this share of a gradient's norm. Gradients of two
@@ -41,7 +34,8 @@ RULES = {
     "float32 not finite": error_rule(
         "Float32 is not finite itself.", "Run diagnose_nonfinite(loss, 1, ...)."
     ),
-    "nothing in half precision": warning_rule(
+    "nothing in half precision": Rule(
+        "warning",
         "Nothing was compared: no number of half_loss is half precision.",
         "Pass what autocast returns; it warns if no product became half precision.",
     ),
@@ -64,7 +58,8 @@ RULES = {
         "{lost} of its gradient becomes zero at loss scale {s}.", "{cure}"
     ),
     "not precise": error_rule("{judged} ({bearable} is bearable).", "{cure}"),
-    "no loss scale works": warning_rule(
+    "no loss scale works": Rule(
+        "warning",
         "No loss scale from {low} to {high} works.",
         "bfloat16 needs none: try it, also in the backward pass alone.",
     ),
@@ -320,12 +315,9 @@ class Reference:
         by_leaf = zip(found.paths, found.leaves, rows, self._own, strict=True)
         for path, x, row, own in by_leaf:
             norm, _, lost, finite = row
-            of_float32 = _error([own])
-            leaf = LeafComparison(
-                path, norm, _error([row]), lost, bool(finite), of_float32
-            )
-            leaves.append(leaf)
-            sizes.append(0 if leaf.is_noise else x.size)
+            shares = _error([row]), lost, bool(finite), _error([own])
+            leaves.append(LeafComparison(path, norm, *shares))
+            sizes.append(0 if leaves[-1].is_noise else x.size)
         squares = [min(leaf.error, 1) ** 2 for leaf in leaves]
         return GradientComparison(
             loss=float(self.backward.loss),
@@ -388,7 +380,8 @@ def _limit(found: GradientComparison) -> float:
 def _told(found: GradientComparison) -> Iterator[Finding]:
     """Yields the first of what is at fault, and whether no loss scale works."""
     norms = [leaf.norm for leaf in found.leaves]
-    lost = [leaf for leaf in found.leaves if leaf.is_lost]
+    lost = [(leaf_name(x.path), percent(x.lost)) for x in found.leaves if x.is_lost]
+    name, share = next(iter(lost), ("", ""))
     s, (judged, bearable) = power(found.loss_scale), _judged(found)
     # Another loss scale helps if any works.
     keep = "sensitive_products finds what must stay float32."
@@ -397,7 +390,7 @@ def _told(found: GradientComparison) -> Iterator[Finding]:
         "number": s.replace("^", "**"),
         "error": percent(found.error),
         "of_float32": percent(found.scaled_float32_error),
-        "lost": percent(lost[0].lost) if lost else "",
+        "lost": share,
         "judged": judged,
         "bearable": bearable,
         "cure": found.window.summary() if found.window else keep,
@@ -412,7 +405,7 @@ def _told(found: GradientComparison) -> Iterator[Finding]:
         "not precise": not found.is_precise,
     }
     if first := next(filter(faults.get, faults), None):
-        where = leaf_name(lost[0].path) if first == "gradient lost" else ""
+        where = name * (first == "gradient lost")
         yield finding(RULES, first, where, **values)
     if found.loss_scales and not found.window:
         low, high = map(power, (found.loss_scales[0], found.loss_scales[-1]))

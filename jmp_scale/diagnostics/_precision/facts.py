@@ -86,6 +86,11 @@ class Bounds(NamedTuple):
         """The value of all elements, if they are known to be equal."""
         return self.low if self.low == self.high else None
 
+    @property
+    def ends(self) -> set[float]:
+        """Numbers that include the extremes of a function of the elements."""
+        return {*self, 0.0} if self.may_be_zero else {*self}
+
     def join(self, other: "Bounds") -> "Bounds":
         return Bounds(min(self.low, other.low), max(self.high, other.high))
 
@@ -107,8 +112,8 @@ class Fact:
     # Result if the other operand is 0: eps for x + eps; None without a constant.
     epsilon: float | None = None
     summed: float = 0.0  # number of elements summed in float32, or two by two in half
-    # The half dtype in which they were held once, or "". Of several, each is of one of
-    # the arrays that the last axis joins.
+    # The half dtype in which they were held once, or ""; of arrays that were just
+    # joined, that of each.
     rounded_in: tuple[str, ...] = ("",)
     maker: str = ""  # name of the operation that computed them
     growth: Mapping[Var, Growth] = dataclasses.field(default_factory=dict)
@@ -143,6 +148,11 @@ class Equation(NamedTuple):
     def narrows(self) -> bool:
         """Whether it casts float32 or wider to half precision."""
         return self.casts and is_wide(self.source) and is_half(self.result)
+
+    @property
+    def widens(self) -> bool:
+        """Whether it casts half precision to another type."""
+        return self.casts and is_half(self.source) and not is_half(self.result)
 
     @property
     def taken(self) -> Sequence[Fact]:
@@ -244,9 +254,7 @@ def _bounds(equation: Equation) -> Bounds:
         known.append(_RANGES[name])
     elif (applied := _applied(equation)) is not None:
         fun, ins = applied
-        # These numbers include the extremes of a function of them.
-        grid = [{*x.bounds, 0.0} if x.bounds.may_be_zero else {*x.bounds} for x in ins]
-        ends = _results(fun, out, grid)
+        ends = _results(fun, out, [fact.bounds.ends for fact in ins])
         known += [Bounds(float(ends[0]), float(ends[-1]))] if ends.size else []
     return functools.reduce(Bounds.join, known) if known else of_type(out).bounds
 
@@ -321,7 +329,7 @@ def _epsilon(equation: Equation) -> float | None:
 def _summed(equation: Equation) -> float:
     """Returns how many elements of float32, or two by two of half, are added up."""
     eqn, name, ins = equation.eqn, equation.name, equation.ins
-    wide = name if is_wide(equation.result) else ""
+    wide = name * is_wide(equation.result)
     if wide in _SUMS:
         return max(ins[0].summed, 1.0) * max(entries_added(eqn), 1)
     if wide in _KEEP_SUMS:
@@ -330,7 +338,7 @@ def _summed(equation: Equation) -> float:
         return summed_in_half(*ins)
     # A sum that is broadcast to an array is part of another computation.
     is_spread = name in _MOVES and size(eqn.outvars[0]) > size(eqn.invars[0])
-    return 0.0 if is_spread else max([0.0, *(fact.summed for fact in equation.taken)])
+    return max([0.0, *(fact.summed for fact in equation.taken)]) * (not is_spread)
 
 
 def summed_in_half(x: Fact, y: Fact) -> float:
@@ -343,22 +351,20 @@ def summed_in_half(x: Fact, y: Fact) -> float:
 
 def _rounded_in(equation: Equation, bounds: Bounds) -> tuple[str, ...]:
     """Returns the half dtypes in which floats were held that became these numbers."""
-    eqn, name, ins, halves = equation.eqn, equation.name, equation.ins, ("",)
-    last = len(shape(eqn.outvars[0])) - 1
+    name, ins, halves = equation.name, equation.ins, ("",)
     # The index of a maximum is exact, whatever the elements were.
     counts = is_integer(equation.result) and "float" not in equation.source
-    if equation.casts and is_half(equation.source) and not is_half(equation.result):
+    if equation.widens:
         halves = (equation.source,)
-    elif name == "concatenate" and eqn.params["dimension"] == last:
-        halves = tuple(first_half([fact]) for fact in ins)  # indices of several axes
+    elif name == "concatenate":  # perhaps the indices of several axes
+        halves = tuple(first_half([fact]) for fact in ins)
     elif name in SAME_ENTRIES:
         halves = ins[0].rounded_in  # not those of the indices of a gather
     elif name in _ROUNDS or counts:
         halves = (first_half(ins),)
     # A dtype represents all integers up to its limit.
-    limits = (DISTINCT_INTEGERS.get(half, 0) for half in halves)
-    pairs = zip(halves, limits, strict=True)
-    return tuple(half if bounds.magnitude > limit else "" for half, limit in pairs)
+    most, limits = bounds.magnitude, DISTINCT_INTEGERS
+    return tuple(half * (most > limits.get(half, 0)) for half in halves)
 
 
 def first_half(facts: Iterable[Fact]) -> str:
@@ -367,16 +373,18 @@ def first_half(facts: Iterable[Fact]) -> str:
 
 
 def _growth(equation: Equation) -> dict[Var, Growth]:
-    """Returns on which variables of the loops around the result depends as a sum."""
-    pairs, growth = [*zip(equation.eqn.invars, equation.ins, strict=True)], {}
-    for v in dict.fromkeys(v for fact in equation.ins for v in fact.growth):
-        parts = [fact.growth[v] for fact in equation.ins if v in fact.growth]
-        others = [(atom, fact) for atom, fact in pairs if v not in fact.growth]
-        if _is_linear(equation, others):
-            is_addition = others and equation.name in _ADDITIONS
-            found = joined(parts)
-            growth[v] = (equation,) if is_addition and found is not None else found
-    return growth
+    """Returns how the result depends on each variable of the loops around."""
+    variables = dict.fromkeys(v for fact in equation.ins for v in fact.growth)
+    return {v: _growth_with(equation, v) for v in variables}
+
+
+def _growth_with(equation: Equation, v: Var) -> Growth:
+    pairs = zip(equation.eqn.invars, equation.ins, strict=True)
+    others = [(atom, fact) for atom, fact in pairs if v not in fact.growth]
+    grown = joined(fact.growth[v] for fact in equation.ins if v in fact.growth)
+    if grown is None or not _is_linear(equation, others):
+        return None
+    return (equation,) if others and equation.name in _ADDITIONS else grown
 
 
 def joined(parts: Iterable[Growth]) -> Growth:
@@ -396,9 +404,11 @@ def _is_linear(equation: Equation, others: Sequence[tuple[Atom, Fact]]) -> bool:
     if name not in ("mul", "div"):
         return name in SAME_ENTRIES | {"neg", "select_n"}
     # A decay rate is one number, whereas the gate of an LSTM is an array.
-    entries = size(eqn.outvars[0])
-    numbers = [v for v, _ in others if is_literal(v) or 1 == size(v) < entries]
-    return any(name == "mul" or v is eqn.invars[1] for v in numbers)
+    return any(
+        (name == "mul" or v is eqn.invars[1])
+        and (is_literal(v) or 1 == size(v) < size(eqn.outvars[0]))
+        for v, _ in others
+    )
 
 
 def entries_added(eqn: JaxprEqn) -> int:

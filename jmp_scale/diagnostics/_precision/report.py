@@ -119,9 +119,7 @@ def precision_report(
       ValueError: as `transform`, whose errors tell what cannot be differentiated.
     """
     checked = Loss("precision_report", fun, args, argnums, has_aux, transform)
-    keywords: dict[str, object] = {"has_aux": has_aux}
-    if argnums != 0:
-        keywords["argnums"] = argnums  # Equinox has no such argument
+    numbers = {"argnums": argnums} if argnums != 0 else {}  # Equinox has no `argnums`
     caller = place_of_caller()
 
     def checked_fun(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -131,34 +129,26 @@ def precision_report(
 
     with _noting_lost_constants() as (infinite, zero):
         program, output = _trace(checked_fun, args)
-        differentiated, pair = _trace(checked.transform(checked_fun, **keywords), args)
+        gradient = checked.transform(checked_fun, has_aux=has_aux, **numbers)
+        differentiated, pair = _trace(gradient, args)
     gradients = pair[1] if isinstance(pair, tuple) and len(pair) == 2 else None
-    lost = {place.where for place in zero}
-    forward = Walk(program, caller, lost)
-    backward = Walk(differentiated, caller, lost, differentiated=True)
+    forward = Walk(program, caller, zero)
+    backward = Walk(differentiated, caller, zero, differentiated=True)
     operations = _operations(backward.operations)
     keeps_digits = find_half_storage((args, opt_state))
     place = place_of_function(fun, caller)
-    # Python numbers have no dtype.
-    dtype = str(getattr(output[0] if has_aux else output, "dtype", ""))
-    half_loss = [found_at("half-loss", place, dtype=dtype)] if is_half(dtype) else []
     found = [
-        *(() if keeps_digits else _half_parameters(gradients, place)),
+        *(() if keeps_digits else _in_half("half-parameters", gradients, place)),
         *_overflowing_constants(forward, infinite),
         *forward.found,
-        *half_loss,
+        *_in_half("half-loss", output[0] if has_aux else output, place),
         *backward.found,
         # autocast left products in float32 on purpose, so the user need not cast them.
         *(() if forward.autocasts else full_matmuls(backward.operations)),
     ]
     findings = tuple(_one_per_line(found))
     share = sum(row.share for row in operations if is_narrow(row.dtype))
-    unread = [
-        (e.name, e.place().where or "an unknown line")
-        for e in forward.unread
-        if "debug" not in e.name
-    ]
-    return PrecisionReport(findings, operations, share, tuple(dict.fromkeys(unread)))
+    return PrecisionReport(findings, operations, share, tuple(forward.unread))
 
 
 def _trace(fun: Function, args: tuple[PyTree, ...]) -> tuple[ClosedProgram, PyTree]:
@@ -187,16 +177,15 @@ def _noting_lost_constants() -> Iterator[tuple[list[Place], list[Place]]]:
         yield lines["overflow"], lines["underflow"]
 
 
-def _half_parameters(gradients: PyTree, place: Place) -> Iterator[Finding]:
-    """Finds parameters in half precision, by the dtypes of their gradients."""
-    pairs = jax.tree.leaves_with_path(gradients)
-    halves = [(path, leaf) for path, leaf in pairs if is_half(str(leaf.dtype))]
+def _in_half(rule: str, tree: PyTree, place: Place) -> Iterator[Finding]:
+    """Finds half-precision arrays: parameters by their gradients, or a loss."""
+    pairs = jax.tree.leaves_with_path(tree)
+    halves = [(path, str(x.dtype)) for path, x in pairs if is_half(str(x.dtype))]
     if halves:
-        path, dtype = jax.tree_util.keystr(halves[0][0]), str(halves[0][1].dtype)
+        path, dtype = jax.tree_util.keystr(halves[0][0]), halves[0][1]
         count = f"{len(halves)} arrays" if halves[1:] else "an array"
-        first = f", {path}" if path else ""
-        names = {"dtype": dtype, "count": count, "first": first}
-        yield found_at("half-parameters", place, **names)
+        named = {"count": count, "first": f", {path}" if path else ""}
+        yield found_at(rule, place, dtype=dtype, **named)
 
 
 def _overflowing_constants(forward: Walk, places: list[Place]) -> Iterator[Finding]:
@@ -205,10 +194,7 @@ def _overflowing_constants(forward: Walk, places: list[Place]) -> Iterator[Findi
     for dtype in sorted(forward.infinite):
         names = {"what": "A constant", "held": "infinite", "dtype": dtype}
         for place in places:
-            if place.file:
-                yield found_at(
-                    "half-constant", place, cure=LARGEST.format(dtype), **names
-                )
+            yield found_at("half-constant", place, cure=LARGEST.format(dtype), **names)
 
 
 def _operations(equations: Iterable[Equation]) -> tuple[Operation, ...]:

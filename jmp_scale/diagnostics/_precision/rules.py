@@ -158,31 +158,34 @@ def _half_collective(equation: Equation) -> Iterator[Values]:
 
 
 def _half_integers(equation: Equation) -> Iterator[Values]:
+    if not (equation.casts or equation.name == "iota"):
+        yield from _half_indices(equation)
+        return
+    (fact,) = equation.ins or facts.transfer(equation)
+    limit = facts.DISTINCT_INTEGERS.get(equation.result, math.inf)
+    is_many = limit < fact.bounds.magnitude < _UNKNOWN_EXTENT
+    # The points of linspace are not integers.
+    counts = fact.maker == "iota" and "linspace" not in equation.place().calls
+    are_integers = counts or facts.is_integer(equation.source)
+    if is_many and are_integers and fact.bounds.single is None:
+        what = f"Integers up to {fact.bounds.magnitude:,.0f} are cast to"
+        yield {"what": what, "limit": limit}
+
+
+def _half_indices(equation: Equation) -> Iterator[Values]:
     for dtype, entries in _indexed(equation):
         limit = facts.DISTINCT_INTEGERS.get(dtype, math.inf)
         if limit < entries:
             what = f"Indices among {entries:,} entries were"
             yield {"what": what, "dtype": dtype, "limit": limit}
-    limit = facts.DISTINCT_INTEGERS.get(equation.result)
-    if limit is None or not (equation.casts or equation.name == "iota"):
-        return
-    (fact,) = equation.ins or facts.transfer(equation)
-    # The points of linspace are not integers.
-    counts = fact.maker == "iota" and "linspace" not in equation.place().calls
-    is_known = limit < fact.bounds.magnitude < _UNKNOWN_EXTENT
-    is_integer = counts or facts.is_integer(equation.source)
-    if is_known and is_integer and fact.bounds.single is None:
-        what = f"Integers up to {fact.bounds.magnitude:,.0f} are cast to"
-        yield {"what": what, "limit": limit}
 
 
 def _indexed(equation: Equation) -> Iterator[tuple[str, int]]:
     """Yields half dtypes of indices, and how many entries those choose among."""
     name, ins, eqn = equation.name, equation.ins, equation.eqn
     numbers = eqn.params.get("dimension_numbers")
-    axes = getattr(numbers, "start_index_map", ())
-    axes = axes or getattr(numbers, "scatter_dims_to_operand_dims", ())
-    if axes:
+    axes = getattr(numbers, "scatter_dims_to_operand_dims", ())
+    if axes := getattr(numbers, "start_index_map", axes):
         sizes = [shape(eqn.invars[0])[axis] for axis in axes]
         halves = ins[1].rounded_in
         if len(halves) != len(axes):  # which index is of which axis is not known
@@ -193,7 +196,7 @@ def _indexed(equation: Equation) -> Iterator[tuple[str, int]]:
         yield from zip(halves, shape(eqn.invars[0]), strict=True)
     elif name in _COMPARISONS:
         for index, count in (ins, ins[::-1]):  # as in `jax.nn.one_hot`
-            if count.maker == "iota" and count.bounds.magnitude < _UNKNOWN_EXTENT:
+            if count.maker == "iota":
                 yield facts.first_half([index]), int(count.bounds.high) + 1
 
 

@@ -34,12 +34,12 @@ class Walk:
         self,
         program: _jaxpr.ClosedProgram,
         caller: Place,
-        lost: set[str],
+        lost: list[Place],
         differentiated: bool = False,
     ):
         self.found: list[Finding] = []
         self.operations: list[Equation] = []
-        self.unread: list[Equation] = []  # opaque operations
+        self.unread: dict[tuple[str, str], None] = {}  # opaque operations, lines
         self.infinite: set[str] = set()  # half dtypes of constants that are infinite
         self.autocasts = False  # whether `autocast` casts products
         self._lost = lost
@@ -88,8 +88,13 @@ class Walk:
         if programs and not equation.name.startswith(_COMBINE):
             return self._nested(inside, programs)
         if equation.name not in _jaxpr.known_primitives():
-            self.unread.append(equation)
+            self._leave(equation)
         return self._operation(equation)
+
+    def _leave(self, equation: Equation) -> None:
+        if "debug" not in equation.name:
+            line = equation.place().where or "an unknown line"
+            self.unread[equation.name, line] = None
 
     def _operation(self, equation: Equation) -> list[Fact]:
         self.operations.append(equation)
@@ -107,7 +112,7 @@ class Walk:
         begins = all(fact.epsilon is None for fact in equation.ins)
         is_usual = begins and any(fact.bounds.single == 0 for fact in firsts)
         # The place is found last, because finding it for all would take minutes.
-        return is_usual and equation.place().where not in self._lost
+        return is_usual and equation.place()[:2] not in [x[:2] for x in self._lost]
 
     def _nested(self, equation: Equation, programs: list[Program]) -> list[Fact]:
         eqn, name = equation.eqn, equation.name
@@ -120,7 +125,7 @@ class Walk:
         for program in programs:
             self._run(program, map(facts.of_type, bare(program).invars), equation)
         if name in _CONTROL or name not in _jaxpr.known_primitives():
-            self.unread.append(equation)
+            self._leave(equation)
         return [facts.of_type(v) for v in eqn.outvars]
 
     def _loop(self, equation: Equation, loop: Loop) -> list[Fact]:

@@ -140,10 +140,16 @@ def test_no_rounding_of_the_program_is_left_out():
     assert rounded != exact.sum()
 
 
+ONES = jnp.ones(3)
+
+
+def in_full(w, x):  # what `forgetful` computes
+    return 2.0**-30 * (w * x).sum()
+
+
 def test_a_float16_gradient_is_judged_as_it_is_trained():
-    x, full = jnp.ones(3), lambda w, x: 2.0**-30 * (w * x).sum()
-    assert compare_gradients(forgetful, full, x, x).error == 0
-    lost = compare_gradients(forgetful, full, x, x, loss_scale=1)
+    assert compare_gradients(forgetful, in_full, ONES, ONES).error == 0
+    lost = compare_gradients(forgetful, in_full, ONES, ONES, loss_scale=1)
     assert (lost.error, lost.leaves[0].lost, lost.leaves[0].finite) == (1, 1, True)
     assert not lost.is_precise
     (finding,) = lost.findings
@@ -260,14 +266,12 @@ def test_a_backward_rule_that_depends_on_the_loss_scale_is_told(name, dtype):
 
 
 # The window of loss scales that work, on backward passes whose window is known.
-ONES = jnp.ones(3)
 
 
 def test_the_window_is_that_of_the_backward_pass():
     scales = [2.0**k for k in range(42)]
-    full = lambda w, x: 2.0**-30 * (w * x).sum()  # noqa: E731
     counted, traces = count_traces(forgetful)
-    found = compare_gradients(counted, full, ONES, ONES, loss_scales=scales)
+    found = compare_gradients(counted, in_full, ONES, ONES, loss_scales=scales)
     # Zero up to 2^-25 = 2^(5-30); the cotangent S 2^-20 is infinite from 2^36 on.
     assert found.window == (2.0**6, 2.0**35, 2.0**24)
     assert found.loss_scales == tuple(scales)

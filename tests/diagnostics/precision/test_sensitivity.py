@@ -207,6 +207,12 @@ def test_an_overflow_of_the_forward_pass_names_its_line_and_the_cure():
     assert found.findings[1].cure == "Try bfloat16."
 
 
+def test_it_leaks_no_tracer():
+    with jax.checking_leaks():
+        found = sensitive_products(lambda w: jnp.mean(jnp.tanh(w @ w)), W)
+    assert found.ok
+
+
 def test_a_program_that_is_not_finite_says_so():
     broken = sensitive_products(lambda w: jnp.log(w @ w - 1e9).sum(), jnp.ones((2, 2)))
     assert [finding.rule for finding in broken.findings] == ["float32 not finite"]

@@ -19,8 +19,8 @@ AxisName = str | Sequence[str] | None
 Axes = tuple[str, ...]
 Specs = tuple[PartitionSpec, ...]  # of the leaves
 
-# Maps a reduction (`lax.pmin`: all devices agree, `lax.pmax`: the largest) and a number
-# that may differ between devices to a number that is equal on all of them.
+# Maps a reduction (`lax.pmin`, `lax.pmax`) and a number that may differ between devices
+# to a number that is equal on all of them.
 Agreement = Callable[[Function, jax.Array], jax.Array]
 
 
@@ -48,7 +48,7 @@ def reshard_like(x: PyTree, like: PyTree) -> PyTree:
     if not (isinstance(x, jax.Array) and isinstance(like, jax.Array)):
         return x
     got, wanted = jax.typeof(x).sharding, jax.typeof(like).sharding
-    # Otherwise a state on Explicit axes would get the type of the gradients' sharding.
+    # Otherwise a state on Explicit axes would get the sharding of the gradients.
     if x.shape != like.shape or wanted.mesh.empty or got.spec == wanted.spec:
         return x
     return jax.sharding.reshard(x, wanted)

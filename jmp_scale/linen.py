@@ -27,10 +27,8 @@ class TrainState(train_state.TrainState):
 
     Use `state.value_and_grad` to compute gradients, and pass everything else that the
     step computed (`batch_stats=`) to `apply_gradients`. `step` counts all calls, as in
-    Flax, so `state.step - state.opt_state.skipped` counts the applied steps.
-
-    Flax's float8 collection `_overwrite_with_gradient` is never unscaled. A step whose
-    new values of it are NaN or infinite is skipped.
+    Flax, so `state.step - state.opt_state.skipped` counts the applied steps. A step is
+    skipped too if new values of Flax's float8 collection are NaN or infinite.
     """
 
     apply_fn: Function = struct.field(pytree_node=False)
@@ -54,9 +52,8 @@ class TrainState(train_state.TrainState):
           apply_fn: usually `model.apply`.
           params: the parameters, float32 master values.
           tx: any Optax optimizer; not wrapped again if it is `with_loss_scale(...)`.
-          loss_scale: the initial loss scale; default `NoOpLossScale()`.
-          guard: a `SpikeGuard` also skips steps whose loss or gradient norm is an
-            outlier.
+          loss_scale: initial, as in `with_loss_scale`.
+          guard: a `SpikeGuard`, as in `with_loss_scale`.
           **kwargs: fields of a subclass; a buffer that occurs twice is copied.
 
         Raises:

@@ -113,8 +113,8 @@ class Optimizer(nnx.Optimizer):
     Args:
       model: the NNX model.
       tx: any Optax optimizer; not wrapped again if it is `with_loss_scale(...)`.
-      loss_scale: the initial loss scale; default `NoOpLossScale()`.
-      guard: a `SpikeGuard` also skips steps whose loss or gradient norm is an outlier.
+      loss_scale: initial, as in `with_loss_scale`.
+      guard: a `SpikeGuard`, as in `with_loss_scale`.
       wrt: filter of the trained variables; default `nnx.Param`.
       **kwargs: further arguments of `nnx.Optimizer`.
 
@@ -155,7 +155,7 @@ class Optimizer(nnx.Optimizer):
         """
 
         def or_put_back(*args: PyTree, **fun_kwargs: PyTree) -> tuple[PyTree, PyTree]:
-            if fun_kwargs:  # nnx.value_and_grad accepts positional arguments only
+            if fun_kwargs:  # `nnx.value_and_grad` takes positional arguments only
                 bound = inspect.signature(loss_fn).bind(*args, **fun_kwargs)
                 bound.apply_defaults()
                 args, fun_kwargs = bound.args, bound.kwargs

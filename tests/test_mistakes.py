@@ -181,9 +181,9 @@ all_finite({"w": X}, specs={"w": None})
 get_policy(None)
     got None; write get_policy\(
 TX.update(PARAMS, STATE, PARAMS, X)
-    update\(grads, state, params, value=loss\), got a fourth argument
+    state, params, value=loss\), got update\(ArrayImpl, LossScaleState, .*, ArrayImpl
 TX.update(None, STATE, PARAMS)
-    update\(grads, state, params, value=loss\), got no gradients
+    state, params, value=loss\), got update\(NoneType, LossScaleState, ArrayImpl\)
 with_loss_scale(SGD, guard=6.0)
     guard to be a SpikeGuard, got .*write guard=jmp_scale.SpikeGuard\(
 with_half_storage(ADAM, averages="mu", key=KEY)

@@ -38,10 +38,9 @@ def all_finite(
     Args:
       tree: any pytree; only real and complex floating-point leaves are checked, and of
         an `unreduced` array each part.
-      axis_name: mesh axes over which the answer must agree. None (default) finds every
-        manual axis (`pmap`, `shard_map`) on which it may differ, so that replicas
-        cannot diverge; a name or a tuple of names is used as it is
-        (`vmap(axis_name=)` needs it); `()` opts out.
+      axis_name: mesh axes over which the answer must agree, a name or a tuple of names
+        (`vmap(axis_name=)` needs it). None (default) finds every manual axis (`pmap`,
+        `shard_map`) on which it may differ; `()` opts out.
       specs: a `PartitionSpec` for each leaf of `tree` (or for a prefix of it), for
         auto-sharded `jit`: each device then checks its own shards, and exactly one
         scalar all-reduce combines the answers. Explicit mesh axes do not need it.

@@ -160,10 +160,7 @@ class DynamicLossScale(LossScale):
     def adjust(self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True) -> Self:
         """Returns the loss scale of the next step: the rule above, as one select.
 
-        Args:
-          grads_finite: bool, of the shape of `loss_scale` ([], except under `vmap`).
-          loss_finite: bool of that shape; False if the unscaled loss is not finite.
-            The loss scale then stays, because no S changes the forward pass.
+        Flags are those of `LossScale.adjust`, of the shape of `loss_scale`.
 
         Raises:
           ValueError: a flag that is not boolean, or not of the shape of `loss_scale`.
@@ -261,8 +258,7 @@ def get_loss_scale(spec: LossScale | ArrayLike | DTypeLike) -> LossScale:
 
     Raises:
       TypeError: neither a string, a number, a dtype nor a loss scale.
-      ValueError: an unknown string (the message lists the known ones), or a number out
-        of the range of the loss scale.
+      ValueError: an unknown string, or a number out of the range of the loss scale.
     """
     if isinstance(spec, LossScale):
         return spec

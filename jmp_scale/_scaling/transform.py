@@ -140,12 +140,7 @@ class _SkippingOptimizer:
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaleState]:
         """Judges a step, applies or rejects it, and returns the state after it."""
-        if misplaced or updates is None:
-            raise TypeError(
-                "with_loss_scale: expected update(grads, state, params, value=loss), "
-                f"got {'no gradients' if updates is None else 'a fourth argument'}"
-            )
-        _check_arguments(updates, state, params)
+        _check_arguments(updates, state, params, *misplaced)
         verdict = self.judge(updates, value, state.guard)
         applied = verdict.applied
         arrays, others = self._split(extra_args, value)
@@ -283,14 +278,16 @@ def _warn_of_half_precision(params: optax.Params) -> None:
             return
 
 
-def _check_arguments(updates: PyTree, state: object, params: PyTree) -> None:
+def _check_arguments(
+    updates: PyTree, state: object, params: PyTree, *misplaced: object
+) -> None:
     """Raises an error for mistakes that would be silent or obscure."""
-    if not isinstance(state, LossScaleState):
-        given = (type(x).__name__ for x in (updates, state, params))
+    if misplaced or updates is None or not isinstance(state, LossScaleState):
+        given = (type(x).__name__ for x in (updates, state, params, *misplaced))
         raise TypeError(
             "with_loss_scale: expected update(grads, state, params, value=loss), got "
             f"update({', '.join(given)}); pass the LossScaleState that init returns, "
-            "or jmp_scale.checkpoints.restore makes of a plain optimizer's state"
+            "or that jmp_scale.checkpoints.restore makes of a plain optimizer's state"
         )
     params = params.fast if isinstance(params, optax.LookaheadParams) else params
     if params is None:

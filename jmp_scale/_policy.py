@@ -60,8 +60,10 @@ class Policy:
         return dataclasses.replace(self, output_dtype=output_dtype)
 
     def __str__(self) -> str:
-        dtypes = (self.param_dtype, self.compute_dtype, self.output_dtype)
-        return "p={},c={},o={}".format(*map(_name_of, dtypes))
+        given = (self.param_dtype, self.compute_dtype, self.output_dtype)
+        dtypes = [jnp.dtype(name_to_dtype.get(str(dtype), dtype)) for dtype in given]
+        short = {jnp.dtype(known): names[0] for known, names in dtype_to_names.items()}
+        return "p={},c={},o={}".format(*(short.get(x, x.name) for x in dtypes))
 
 
 def get_policy(policy_name: str) -> Policy:
@@ -137,13 +139,6 @@ def checked_half(argument: str, dtype: DTypeLike | None) -> np.dtype:
         f"autocast: expected {argument} float16 or bfloat16, got {dtype!r}; short "
         'names are "f16" and "bf16"'
     )
-
-
-def _name_of(dtype: DTypeLike) -> str:
-    """Returns jmp's name of a dtype in any form, or its own."""
-    names = {jnp.dtype(known): names[0] for known, names in dtype_to_names.items()}
-    dtype = jnp.dtype(name_to_dtype.get(str(dtype), dtype))
-    return names.get(dtype, dtype.name)
 
 
 def _parse_dtype(name: str) -> DTypeLike:

@@ -30,11 +30,11 @@ def is_inexact(leaf: PyTree) -> bool:
 
 def map_inexact(fun: Function, tree: T, *rest: PyTree) -> T:
     """Applies `fun` to the inexact leaves of `tree`; returns the others unchanged."""
-
-    def map_leaf(leaf: PyTree, *others: PyTree) -> PyTree:
-        return fun(leaf, *others) if is_inexact(leaf) else leaf
-
-    return jax.tree.map(map_leaf, tree, *rest)
+    return jax.tree.map(
+        lambda leaf, *others: fun(leaf, *others) if is_inexact(leaf) else leaf,
+        tree,
+        *rest,
+    )
 
 
 def leaves_by_name(tree: PyTree) -> dict[str, PyTree]:
@@ -147,16 +147,13 @@ def multiply(function: str, tree: T, s: jax.Array, *, inverse: bool = False) -> 
             "with all_finite of all gradients"
         )
 
-    def times(x: jax.Array, s: jax.Array) -> jax.Array:
+    def multiply_array(x: jax.Array, s: jax.Array) -> jax.Array:
+        if jnp.iscomplexobj(x):
+            # The complex product (inf + 0j) * (S + 0j) would have NaNs.
+            return lax.complex(multiply_array(x.real, s), multiply_array(x.imag, s))
         factor = s.astype(x.dtype)
         # For a quotient XLA:CPU would copy the gradients (test_targets).
         return x * (1 / factor if inverse else factor)
-
-    def multiply_array(x: jax.Array, s: jax.Array) -> jax.Array:
-        if not jnp.iscomplexobj(x):
-            return times(x, s)
-        # The complex product (inf + 0j) * (S + 0j) would have NaNs.
-        return lax.complex(times(x.real, s), times(x.imag, s))
 
     def multiply_leaf(leaf: PyTree) -> jax.Array:
         # Promote before multiplying, because in float16 a loss of 3 times S = 2^15 is

@@ -157,7 +157,11 @@ class _Form:
         # The tree on disk: what is read finds its leaf by its name there.
         self.numbers = _without(missing, numbers)
         # Of S and guards, which may be of another dtype there.
-        self.may_round = _scaling_leaves(numbers)
+        self.may_round: dict[int, bool] = {}
+        for _, node in _state.find_loss_scale_states(numbers):
+            for field in ("loss_scale", "guard"):
+                own = jax.tree.leaves(_state.fields_of(node).get(field))
+                self.may_round |= dict.fromkeys(own, field == "guard")
         self.on_disk, self.remainder_of = self.leaves, {}
         if "half storage" in missing:
             self.on_disk = [_widened(x) for x in self.leaves]
@@ -180,13 +184,6 @@ class _Form:
         if like is leaf:
             return jnp.asarray(value, leaf.dtype), None  # NumPy's cannot be donated
         return split(jnp.asarray(value, jnp.float32))
-
-
-def _scaling_leaves(numbers: PyTree) -> dict[int, bool]:
-    """Returns the numbers of the leaves of S and guards; whether they may round."""
-    fields = [_state.fields_of(x) for _, x in _state.find_loss_scale_states(numbers)]
-    of = {name: [x.get(name) for x in fields] for name in ("loss_scale", "guard")}
-    return {i: k == "guard" for k, tree in of.items() for i in jax.tree.leaves(tree)}
 
 
 def _remainders_by_parameter(numbers: PyTree, leaves: list[PyTree]) -> dict[int, int]:

@@ -6,7 +6,6 @@ from typing import Any, Self, cast
 
 from . import _flax  # isort: skip  (before Flax: it names the extra when Flax is missing)
 
-import jax
 import jax.numpy as jnp
 import optax
 from flax import core, struct
@@ -105,7 +104,10 @@ class TrainState(train_state.TrainState):
         params, old = _without_float8(self.params)
         grads, new = _without_float8(grads)
         if new is not None:
-            finite = _is_finite(new, old)
+            # Flax may have saved an infinite maximum, which must not skip every step.
+            was_finite = map_inexact(lambda x: jnp.isfinite(x).all(), old)
+            seen = map_inexact(lambda x, was: jnp.where(was, x, 0), new, was_finite)
+            finite = all_finite(seen)
             grads = map_inexact(lambda g: jnp.where(finite, g, jnp.nan), grads)
         updates, opt_state = tx.update(grads, self.opt_state, params, value=value)
         params = optax.apply_updates(params, updates)
@@ -137,9 +139,3 @@ def _without_float8(tree: PyTree) -> tuple[PyTree, PyTree]:
     if isinstance(tree, Mapping) and OVERWRITE_WITH_GRADIENT in tree:
         return tree["params"], core.unfreeze(tree[OVERWRITE_WITH_GRADIENT])
     return tree, None
-
-
-def _is_finite(new: PyTree, old: PyTree) -> jax.Array:
-    # Flax may have saved an infinite maximum, which must not skip every step.
-    was_finite = map_inexact(lambda x: jnp.isfinite(x).all(), old)
-    return all_finite(map_inexact(lambda x, was: jnp.where(was, x, 0), new, was_finite))

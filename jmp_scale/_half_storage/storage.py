@@ -236,7 +236,10 @@ class _HalfStorage:
                 f"{', '.join(sorted(found)) or 'no such fields'}; pass the names of "
                 "its averages, or leave this optimizer as it is"
             )
-        for _, node in find_nodes(_is_centered, inner_state):
+        centered = find_nodes(
+            lambda node: type(node).__name__.startswith("ScaleByRStdDev"), inner_state
+        )
+        for _, node in centered:
             if any(self._averages_of(node, params)):
                 raise ValueError(
                     f"{_NAME}: expected averages that the optimizer does not subtract "
@@ -267,10 +270,6 @@ class _HalfStorage:
             )
         remainders = leaves_by_name(state.remainders)
         check_pairs(_NAME, leaves_by_name(params), remainders, self.remainders)
-
-
-def _is_centered(node: PyTree) -> bool:
-    return type(node).__name__.startswith("ScaleByRStdDev")
 
 
 class _Place(NamedTuple):

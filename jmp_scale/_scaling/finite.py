@@ -222,10 +222,6 @@ def _one_by_one(reduction: _Reduction, arrays: Arrays) -> Arrays:
     return functools.reduce(reduction.combine, blocks)
 
 
-def _flag(array: jax.Array) -> Arrays:
-    return [jnp.isfinite(array)]
-
-
 def _both(x: Arrays, y: Arrays) -> Arrays:
     return [a & b for a, b in zip(x, y, strict=True)]
 
@@ -259,6 +255,6 @@ def _two_sums(x: Arrays, y: Arrays) -> Arrays:
     return [bad + other_bad, total, b - (total - a)]
 
 
-_FLAG = _Reduction(_flag, _both, True, results=1)
+_FLAG = _Reduction(lambda array: [jnp.isfinite(array)], _both, True, results=1)
 _SQUARES = _Reduction(_squares, _sums, 0, results=2)
 _SQUARES_ON_CPU = _Reduction(_squares_and_rest, _two_sums, 0, results=2)

@@ -95,7 +95,10 @@ def _negative_zeros(update: PyTree) -> jax.Array:
 
 def _step_of_lists(jaxpr: Jaxpr) -> Function:
     """Returns the step as a function of applied, inputs, old state and constants."""
-    is_plain = _is_observed(jaxpr)
+    names = {*map(name_of, equations(jaxpr))}
+    is_seen = any(part in name for name in names for part in WAITS_OR_SHOWS)
+    # Someone may see the values of a skipped step, or wait for them.
+    is_plain = is_seen or bool(jaxpr.effects) or _debugs_nans()
 
     # JAX prints the function: `functools.partial` would print the whole jaxpr.
     def step(applied: Flag, inputs: Arrays, old: Arrays, consts: Arrays) -> Arrays:
@@ -148,13 +151,6 @@ def _selected(
         state.append(new if is_selected else lax.select(applied, new, leaf))
     updates, _ = keep(applied, leaves[:count], (), ())
     return [*updates, *state]
-
-
-def _is_observed(jaxpr: Jaxpr) -> bool:
-    """Whether someone may see the values of a skipped step, or wait for them."""
-    names = {*map(name_of, equations(jaxpr))}
-    shows = any(part in name for name in names for part in WAITS_OR_SHOWS)
-    return shows or bool(jaxpr.effects) or _debugs_nans()
 
 
 def _debugs_nans() -> bool:

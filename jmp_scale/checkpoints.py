@@ -111,16 +111,6 @@ def _forms(state: PyTree) -> list[tuple[str, ...]]:
     return forms
 
 
-def _without(missing: tuple[str, ...], tree: PyTree) -> PyTree:
-    """Returns a tree like the state without these parts."""
-    for part in missing:
-        is_half = part == "half storage"
-        is_new = _state.is_half_storage if is_half else _state.is_loss_scale_state
-        old = _without_guard if part == "guard" else _inner_state
-        tree = _replaced(tree, is_new, old)
-    return tree
-
-
 def _restored(
     load: Callable[[PyTree], PyTree], state: T, missing: tuple[str, ...]
 ) -> T:
@@ -155,7 +145,12 @@ class _Form:
         self.leaves, self.structure = jax.tree.flatten(state)
         numbers = jax.tree.unflatten(self.structure, range(len(self.leaves)))
         # The tree on disk: what is read finds its leaf by its name there.
-        self.numbers = _without(missing, numbers)
+        self.numbers = numbers
+        for part in missing:
+            is_half = part == "half storage"
+            is_new = _state.is_half_storage if is_half else _state.is_loss_scale_state
+            old = _without_guard if part == "guard" else _inner_state
+            self.numbers = _replaced(self.numbers, is_new, old)
         # Of S and guards, which may be of another dtype there.
         self.may_round: dict[int, bool] = {}
         for _, node in _state.find_loss_scale_states(numbers):

@@ -18,7 +18,7 @@ from ._scaling.spike_guard import SpikeGuard
 from ._scaling.transform import LossScaleTransformation, fresh_buffers
 from ._state import LossScale, LossScaleState
 from ._tree import OVERWRITE_WITH_GRADIENT, map_inexact, select_tree
-from ._types import Flag, Function, PyTree
+from ._types import Function, PyTree
 
 
 class TrainState(train_state.TrainState):
@@ -116,22 +116,15 @@ class TrainState(train_state.TrainState):
             replaced = {"params": params, OVERWRITE_WITH_GRADIENT: new}
             # Flax's own step turns a FrozenDict into a dict, which lax.scan refuses.
             params = core.copy(self.params, replaced)
-        changes = _selected(opt_state.applied, changes, self)
+        fields = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
+        nodes = {f.name for f in fields if f.metadata.get("pytree_node", True)}
+        # Names that are not fields are refused by `replace`.
+        changed = {name: x for name, x in changes.items() if name in nodes}
+        kept = {name: getattr(self, name) for name in changed}
+        changes |= select_tree(opt_state.applied, changed, kept)
         return self.replace(
             step=self.step + 1, params=params, opt_state=opt_state, **changes
         )
-
-
-def _selected(
-    applied: Flag, changes: dict[str, PyTree], state: TrainState
-) -> dict[str, PyTree]:
-    """Returns the changes; if not `applied`, the old values of fields not static."""
-    fields = dataclasses.fields(state)  # pyright: ignore[reportArgumentType]
-    is_node = {field.name: field.metadata.get("pytree_node", True) for field in fields}
-    # Names that are not fields are refused by `replace`.
-    new = {name: x for name, x in changes.items() if is_node.get(name)}
-    old = {name: getattr(state, name) for name in new}
-    return changes | select_tree(applied, new, old)
 
 
 def _without_float8(tree: PyTree) -> tuple[PyTree, PyTree]:

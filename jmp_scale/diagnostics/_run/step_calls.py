@@ -167,10 +167,13 @@ class Calls:
         self, step: Function, args: PyTree, kwargs: PyTree, carried: Sequence[int]
     ) -> None:
         self._step, self._keywords = step, [*kwargs]
-        self._carried = [(str(position),) for position in carried]
         self.labels = [*map("args[{}]".format, range(len(args))), *kwargs]
         names = _names(step)[: len(args)]
-        self._names = [*names, *self.labels[len(names) :]]
+        names += self.labels[len(names) :]
+        self._carried = [(str(position),) for position in carried]
+        # Where an argument comes back first of all: at its name, or its position.
+        self._own = {(str(i),): (name,) for i, name in enumerate(names)}
+        self._own |= zip(self._carried, self._carried, strict=True)
         args = [*args, *kwargs.values()]  # a tuple of states would look like a chain
         optimizers = find_nodes(_is_of_optimizer, args)
         leaves = jax.tree.leaves(args, is_leaf=_is_scale)
@@ -285,12 +288,22 @@ class Calls:
         after = {path: x for path, x in ins if path in self._in_modules}
         if self._places is None:
             plain = {path: x for path, x in before.items() if path not in after}
-            given = plain, results, self.states + self.scales, self._carried
-            self._places = step_leaves.matched(*given, self._names)
+            self._places = self._matched(plain, results)
         places = self._places.items()
         after |= {p: results.pop(place) for p, place in places if place in results}
         alike = {p: x for p, x in after.items() if np.shape(x) == np.shape(before[p])}
         return alike, results
+
+    def _matched(self, before: Named, results: Named) -> dict[Path, Path]:
+        whole = self.states + self.scales
+        found = step_leaves.matched(before, results, whole, self._own)
+        for path in self._carried:
+            if path not in {leaf[:1] for leaf in found}:
+                raise ValueError(
+                    "check_step: expected carried= to have positions of arguments that "
+                    f"come back among the results, got {path[0]}"
+                )
+        return found
 
 
 def _names(step: Function) -> list[str]:

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -113,20 +113,17 @@ def copies_of(leaf: jax.Array) -> list[np.ndarray]:
 
 
 def matched(
-    before: Named,
-    results: Named,
-    whole: Sequence[Path],
-    carried: Sequence[Path],
-    names: Sequence[str],
+    before: Named, results: Named, whole: Sequence[Path], own: Mapping[Path, Path]
 ) -> dict[Path, Path]:
     """Returns the path of the result that is the next value of each argument's leaf.
 
-    A part of a node of `whole` matches only with that node. Arguments of `carried` come
-    back without names, and others first of all by their own, in `names`.
+    A part of a node of `whole` matches only with that node. `own` has the places in
+    which arguments come back first of all. One that has its position there needs no
+    names to match.
     """
     found: dict[Path, Path] = {}
     equal = defaultdict[object, list[dict[Path, Path]]](list)
-    for key, leaves in _candidates(before, results, whole, carried, names):
+    for key, leaves in _candidates(before, results, whole, own):
         is_free = found.keys().isdisjoint(leaves)
         if is_free and not set(leaves.values()).intersection(found.values()):
             found |= leaves
@@ -136,30 +133,17 @@ def matched(
         parts.sort(key=lambda part: [*results].index(part[0]))
         for leaves, part in zip(twins, parts, strict=True):
             found |= zip(leaves, part, strict=True)
-    for path in carried:
-        if path not in {each[:1] for each in found}:
-            raise ValueError(
-                "check_step: expected carried= to have positions of arguments that "
-                f"come back among the results, got {path[0]}"
-            )
     left = {path: x for path, x in before.items() if path not in found}
-    memories = dict(_beside(left, results, found))
-    # A model of pairs may return other pairs in the place of its batch.
-    has_batch = any(np.ndim(left[path]) for path in left.keys() - memories.keys())
-    return found | memories if has_batch else found
+    return found | _memories(left, results, found)
 
 
 def _candidates(
-    before: Named,
-    results: Named,
-    whole: Sequence[Path],
-    carried: Sequence[Path],
-    names: Sequence[str],
+    before: Named, results: Named, whole: Sequence[Path], own: Mapping[Path, Path]
 ) -> list[tuple[object, dict[Path, Path]]]:
     """Returns the pairs of parts with equal names and shapes, the best first.
 
-    The largest, those of one name or place, then the nearest: parameters have the form
-    of their moments. Parts that start equal, as states of optimizers and the copies of
+    The largest, those in their own place, then the nearest: parameters have the form of
+    their moments. Parts that start equal, as states of optimizers and the copies of
     averages do, have one key.
     """
     places: dict[Form, list[Path]] = defaultdict(list)
@@ -167,18 +151,15 @@ def _candidates(
         places[form].append(place)
     candidates = []
     for path, form in subtrees(before).items():
-        is_carried = path in carried
         for place in () if is_below(path, whole) else places[form]:
-            # The name of an argument, which stands at its position.
-            is_named = len(path) == 1 and place == (names[int(path[0])],)
-            if is_carried or _may_match(path, place, form):
+            if own.get(path) == path or _may_match(path, place, form):
                 leaves = _pairs(path, place, form)
                 gaps = (difference(before[p], results[q]) for p, q in leaves.items())
                 gap = float(np.nansum(np.abs(np.concatenate([*gaps]))))
-                fixed = is_named or (is_carried and place == path)
+                is_own = own.get(path) == place
                 key = form, *(sampled(host(before[p])).tobytes() for p in leaves)
-                rank = -len(form), not fixed, len(path), gap
-                candidates.append((rank, (fixed and place, key), leaves))
+                rank = -len(form), not is_own, len(path), gap
+                candidates.append((rank, (is_own and place, key), leaves))
     return [each[1:] for each in sorted(candidates, key=lambda each: each[0])]
 
 
@@ -197,21 +178,24 @@ def _has_names(path: Path) -> bool:
     return not all(map(str.isdigit, path))
 
 
-def _beside(
+def _memories(
     left: Named, results: Named, found: Mapping[Path, Path]
-) -> Iterator[tuple[Path, Path]]:
-    """Yields leaves of tuples that come back beside what they stand beside.
+) -> dict[Path, Path]:
+    """Returns leaves of tuples that come back beside what they stand beside.
 
-    These are a memory, such as the (c, h) of an LSTM.
+    These are a memory, such as the (c, h) of an LSTM, if a batch is left: a model of
+    pairs may return other pairs in the place of its batch.
     """
     tops = {path[0]: place[0] for path, place in found.items() if place}
-    forms = subtrees(results)
+    forms, memories = subtrees(results), {}
     for path, form in _arrays(left).items():
         for step in (-1, 1):
             top = tops.get(str(int(path[0]) - step), "")
             place = (str(int(top) + step),) if top.isdigit() else ()
             if form[0][0] and forms.get(place) == form:
-                yield from _pairs(path, place, form).items()
+                memories |= _pairs(path, place, form)
+    has_batch = any(np.ndim(left[path]) for path in left.keys() - memories.keys())
+    return memories if has_batch else {}
 
 
 def _pairs(path: Path, place: Path, form: Form) -> dict[Path, Path]:
@@ -220,12 +204,12 @@ def _pairs(path: Path, place: Path, form: Form) -> dict[Path, Path]:
 
 def _arrays(leaves: Named) -> dict[Path, Form]:
     """Returns the forms of arguments that are arrays, or tuples or lists of these."""
-    arrays = {}
-    for path, form in subtrees(leaves).items():
-        is_plain = all(shape and not _has_names(end) for end, shape in form)
-        if len(path) == 1 and is_plain:
-            arrays[path] = form
-    return arrays
+
+    def is_plain(form: Form) -> bool:
+        return all(shape and not _has_names(end) for end, shape in form)
+
+    forms = subtrees(leaves).items()
+    return {path: form for path, form in forms if len(path) == 1 and is_plain(form)}
 
 
 def seem_to_come_back(before: Named, results: Named) -> list[Path]:
@@ -235,8 +219,8 @@ def seem_to_come_back(before: Named, results: Named) -> list[Path]:
     """
     forms, found = subtrees(results), []
     for path, form in _arrays(before).items():
-        places = [path] if () in dict(form) else forms
-        if any(forms.get(place) == form for place in places):
+        places = forms if form[0][0] else [path]
+        if form in map(forms.get, places):
             found.append(path)
     return found
 

@@ -62,9 +62,6 @@ SPECIAL = {
     "rmsprop_centered": optax.rmsprop(0.1, centered=True, momentum=0.9),
     "sam": optax.contrib.sam(SGD, optax.sgd(0.05)),
     "schedule_free": optax.contrib.schedule_free(ADAM, 0.1),
-    "set_to_zero": optax.partition(
-        {"train": ADAM, "stop": optax.set_to_zero()}, {"w": "train", "b": "stop"}
-    ),
 }
 
 

@@ -237,11 +237,14 @@ def test_a_checkpoint_without_some_parts_is_restored(missing, nest, loader, tmp_
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(restored))
 
 
-def test_functions_among_the_leaves_stay_as_they_are():
-    saved = {"weight": np.ones(2, np.float32)}
-    state = {"activation": jax.nn.relu, "weight": jnp.zeros(2)}  # of Equinox
-    restored = restore(lambda _: saved, state)
+def test_functions_and_numbers_among_the_leaves_stay_what_they_are():
+    """A number as an array would be another type for `jit`."""
+    new = {"activation": jax.nn.relu, "weight": jnp.zeros(2), "epoch": 0}
+    new["state"] = jmp_scale.with_loss_scale(optax.sgd(0.1)).init(0.0)
+    saved = {"weight": np.ones(2, np.float32), "epoch": 3, "state": ()}
+    restored = restore(lambda _: saved, new)
     assert restored["activation"] is jax.nn.relu
+    assert (type(restored["epoch"]), restored["epoch"]) == (int, 3)
     assert restored["weight"].tolist() == [1, 1]
 
 
@@ -333,14 +336,6 @@ def test_an_nnx_state_of_an_optimizer_without_arrays_is_restored(inner, tmp_path
     zeros = jax.tree.map(jnp.zeros_like, state[0])
     restored = restore(with_orbax(saved, tmp_path), state | {0: zeros})
     assert_bitwise_equal(restored, state)
-
-
-def test_a_python_number_stays_one():
-    """As an array it would be another type for `jit`."""
-    new = {"epoch": 0, "states": [jmp_scale.with_loss_scale(optax.sgd(0.1)).init(0.0)]}
-    restored = restore(lambda _: {"epoch": 3, "states": [()]}, new)
-    assert type(restored["epoch"]) is int
-    assert restored["epoch"] == 3
 
 
 @pytest.mark.parametrize("missing", by_name([OLDEST], FORMS))

@@ -134,8 +134,6 @@ presets.deepspeed("8")
     be a real number, got '8'
 presets.apex("8")
     loss_scale to be a real number, got '8'
-presets.mpx("8", 1)
-    loss_scale to be a real number, got '8'
 presets.apex(max_loss_scale="8")
     max_loss_scale to be a real number, got '8'
 get_loss_scale({"fp16": {"loss_scale": 0}})

@@ -69,14 +69,10 @@ def reference(
 
 def judged(guard, losses, norms, finite=None):
     """Spikes of a run, and the guard after it, in one compiled scan."""
-    # Up to 512 steps, of which those after the run change nothing: one program.
-    steps, missing = len(norms), (0, max(512 - len(norms), 0))
-    finite = np.pad(np.ones(steps, bool) if finite is None else finite, missing)
-    seen = [
-        np.pad(np.float32(x), missing, constant_values=np.nan) for x in (losses, norms)
-    ]
-    guard, spikes = scanned(guard, (*map(jnp.asarray, seen), jnp.asarray(finite)))
-    return np.asarray(spikes).tolist()[:steps], guard
+    finite = np.ones(len(norms), bool) if finite is None else finite
+    seen = jnp.float32(losses), jnp.float32(norms), jnp.asarray(finite)
+    guard, spikes = scanned(guard, seen)
+    return spikes.tolist(), guard
 
 
 @jax.jit

@@ -124,18 +124,18 @@ def tolerates_overflows(trace):
     return any(trace["config"].get(name, 0) > 0 for name in tolerances)
 
 
-def leaves_the_range(trace):
-    return not SMALLEST <= min(trace["scale"]) <= max(trace["scale"]) <= LARGEST
-
-
 EVERY = {f"{run[0]}-{run[1]['case']}": run for run in all_traces()}
 EXPRESSIBLE = {
     k: v
     for k, v in EVERY.items()
     if v[0] not in NO_SUCH_RULE and not tolerates_overflows(v[1])
 }
-BEYOND = {k: v for k, v in EXPRESSIBLE.items() if leaves_the_range(v[1])}
-WITHIN = {k: v for k, v in EXPRESSIBLE.items() if k not in BEYOND}
+WITHIN = {
+    name: (peer, trace)
+    for name, (peer, trace) in EXPRESSIBLE.items()
+    if SMALLEST <= min(trace["scale"]) <= max(trace["scale"]) <= LARGEST
+}
+BEYOND = {name: run for name, run in EXPRESSIBLE.items() if name not in WITHIN}
 
 
 def build(peer, trace):

@@ -16,13 +16,7 @@ from optimizers import BAD, GOOD, OPTIMIZERS, PARAMS, STEPS, half, optimizer, st
 
 import jmp_scale.linen
 import jmp_scale.nnx
-from jmp_scale import (
-    DynamicLossScale,
-    diagnostics,
-    full_parameters,
-    with_half_storage,
-    with_loss_scale,
-)
+from jmp_scale import full_parameters, with_half_storage, with_loss_scale
 
 KEY = jax.random.key(0)
 ADAMS = {"averages": ("mu", "nu"), "key": KEY}
@@ -300,7 +294,7 @@ def test_the_derivative_through_steps_is_that_of_float32_storage(kinds):
 )
 def test_a_skipped_step_changes_no_bit_and_init_does_not_warn(name, kinds, dtype):
     inner = with_half_storage(OPTIMIZERS[name], **kinds)
-    tx = with_loss_scale(inner, DynamicLossScale(8.0))
+    tx = with_loss_scale(inner, jmp_scale.DynamicLossScale(8.0))
     params = half(PARAMS, dtype)
     state = tx.init(params)  # filters make a warning an error
     step = jax.jit(stepper(tx), donate_argnums=(0, 1))
@@ -338,8 +332,8 @@ def test_diagnostics_know_that_nothing_is_lost():
     tx = with_loss_scale(with_half_storage(optax.sgd(1e-5)))
     updates, state = jax.jit(tx.update)(GOOD, tx.init(HALF), HALF)
     known = {"params": HALF, "updates": updates}
-    assert diagnostics.metrics(state, **known)["lost_entries"] == 0
-    assert diagnostics.HealthLog()(state) == []
+    assert jmp_scale.diagnostics.metrics(state, **known)["lost_entries"] == 0
+    assert jmp_scale.diagnostics.HealthLog()(state) == []
 
 
 # Devices and Flax.
@@ -412,7 +406,9 @@ def test_averages_of_float64_parameters_are_not_stored_in_bfloat16():
 @pytest.mark.parametrize("name", ["remainders", "rounding_key", "inner_state"])
 def test_parameters_may_have_the_names_of_its_state(name):
     params = {"layer": {name: jnp.ones(4, jnp.bfloat16)}}
-    tx = with_loss_scale(with_half_storage(optax.adam(0.1)), DynamicLossScale())
+    tx = with_loss_scale(
+        with_half_storage(optax.adam(0.1)), jmp_scale.DynamicLossScale()
+    )
     state = tx.init(params)
     updates, _ = tx.update(params, state, params)
     assert float(optax.apply_updates(params, updates)["layer"][name][0]) < 1

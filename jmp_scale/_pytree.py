@@ -70,8 +70,7 @@ def with_fields(tree: T, /, **fields: PyTree) -> T:
 
 def _instance(cls: type[T], fields: dict[str, PyTree]) -> T:
     """Creates an object with these fields, without calling its constructor."""
-    register_state_dict(cls)
-    instance = object.__new__(cls)
+    instance = cls.__new__(cls)
     instance.__dict__.update(fields)  # in C, for every call of a compiled step
     return instance
 

@@ -55,18 +55,18 @@ def restore(load: Callable[[PyTree], PyTree], state: T) -> T:
     """
     cure = "write restore(lambda template: ocp.load(path, template), state)"
     require_callable("restore", load, cure)
-    differences, causes = [], []
+    errors = {}
     for missing in _forms(state):
+        name = f"without {' and '.join(missing)}" if missing else "as state is"
         try:
             return _restored(load, state, missing)
         except _OtherFormError as error:
-            name = f"without {' and '.join(missing)}" if missing else "as state is"
-            differences.append(f"  {name}: {error}")
-            causes.append(error.__cause__)
+            errors[name] = error
     raise ValueError(
         "restore: expected a checkpoint of state or of an older form of it, got one "
-        "that differs from each, first in:\n" + "\n".join(differences)
-    ) from causes[0]
+        "that differs from each, first in:"
+        + "".join(f"\n  {name}: {error}" for name, error in errors.items())
+    ) from errors["as state is"].__cause__
 
 
 def without_half_storage(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:

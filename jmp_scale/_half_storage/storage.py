@@ -80,8 +80,7 @@ def with_half_storage(
       ValueError: no key where one is needed; from `init`, nothing to store in bfloat16,
         float16 parameters, a name that no field has, an average that `inner` subtracts
         from another (a centered RMSprop), a wrapper of this library within; from
-        `update`, other parameters than those of `init`, a state of other arguments,
-        or `unreduced` gradients.
+        `update`, other parameters or arguments than of `init`, `unreduced` gradients.
     """
     inner = _state.checked_optimizer(_NAME, inner)
     if isinstance(averages, str) or not isinstance(averages, Collection):

@@ -48,10 +48,9 @@ def sum_gradients(
     GPUs, between hosts, and between TPU slices. Within one TPU slice `lax.psum` is
     faster, because casts and sums take longer than the bytes that they save.
 
-    Both roundings of independent gradients together make a relative error of the norm
-    of at most 2.8e-3 in bfloat16 and 3.5e-4 in float16, for any number of devices. A
-    half-precision all-reduce moves the same bytes, but its error grows: in bfloat16
-    4e-3 with 8 devices, 1e-2 with 64.
+    Of independent gradients the norm of the error is at most 2.8e-3 of the norm of the
+    sum in bfloat16 and 3.5e-4 in float16, for any number of devices. That of a bfloat16
+    all-reduce of the same bytes grows: 4e-3 with 8 devices, 1e-2 with 64.
 
     JAX must not have added up the gradients already:
 

@@ -21,10 +21,7 @@ T = TypeVar("T")
 @_pytree.register
 @dataclasses.dataclass(frozen=True, repr=False)
 class NoOpLossScale(LossScale):
-    """A loss scale of 1 that does nothing, for bfloat16 and float32 runs.
-
-    It is a pytree without leaves.
-    """
+    """A loss scale of 1 that does nothing, for bfloat16 and float32; without leaves."""
 
     @property
     def loss_scale(self) -> int:
@@ -45,9 +42,7 @@ class NoOpLossScale(LossScale):
 @_pytree.register
 @dataclasses.dataclass(frozen=True, repr=False)
 class StaticLossScale(LossScale):
-    """A constant loss scale.
-
-    It is a pytree without leaves, so a compiled step recompiles for another S.
+    """A constant loss scale: a pytree without leaves, so another S recompiles a step.
 
     Args:
       loss_scale: S, a number or a concrete 0-d array in [2^-126, 2^126]. A power of two
@@ -92,12 +87,10 @@ class DynamicLossScale(LossScale):
                      if hysteresis_reset is "finite_or_backoff": left = hysteresis
     ```
 
-    With S = 8 and period = 3, S is 16 after the third finite step in a row and 32 after
-    the sixth.
+    With S = 8 and period 3, S is 16 on the third finite step in a row, 32 on the sixth.
 
-    It is a frozen dataclass and a pytree, whose leaves are `loss_scale` and `counter`
-    (and `hysteresis_left` with hysteresis). They may have leading axes under `vmap`,
-    and keep their shapes and dtypes. All other fields are static.
+    It is a frozen dataclass and a pytree. Its leaves are `loss_scale` and `counter`,
+    and with hysteresis `hysteresis_left`. Under `vmap` they may have leading axes.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2. The
     first five arguments are jmp's (0.0.4), hysteresis is that of Megatron-LM.
@@ -109,10 +102,8 @@ class DynamicLossScale(LossScale):
       counter: finite steps since the last change of S, i32[]; None is -growth_delay.
       period: finite steps in a row after which S grows; 2000, as in most frameworks.
       factor: growth of S, > 1; 2 keeps S a power of two, which scales exactly.
-      min_loss_scale: floor of S; below 1 for unscaled gradients that overflow. Values
-        below 2^-126 (0, say) mean 2^-126.
-      max_loss_scale: cap of S; beyond 2^24 float16 gains nothing. Values above 2^126
-        mean 2^126.
+      min_loss_scale: floor of S; < 1 for unscaled gradients that overflow, 0 is 2^-126.
+      max_loss_scale: cap of S, at most 2^126; beyond 2^24 float16 gains nothing.
       backoff_factor: factor in (0, 1) at an overflow; None divides by `factor`.
       growth_delay: finite steps that do not count after the start and each overflow.
       hysteresis: overflows until S backs off; 1 backs off at each.
@@ -120,10 +111,9 @@ class DynamicLossScale(LossScale):
         "finite" step, or "finite_or_backoff".
       at_max: "hold" skips a growth that would exceed the cap, "clamp" grows to the cap.
       hysteresis_left: overflows left until S backs off, i32[]; None is `hysteresis`.
-        Not a leaf with hysteresis = 1.
 
     Raises:
-      TypeError: an argument is not a number (or not a string, for the two words).
+      TypeError: an argument is not a number.
       ValueError: an argument is out of its range; the message names the range.
     """
 

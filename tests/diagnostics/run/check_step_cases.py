@@ -210,6 +210,7 @@ WRAPPERS = {
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 4).gradient_transformation(),
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
     "zero_nans": lambda tx: optax.chain(optax.zero_nans(), tx),
+    "entries": lambda tx: optax.chain(optax.clip(0.1), tx),
 }
 
 
@@ -526,12 +527,11 @@ def nnx_step(mistake=None, change=nothing, with_metrics=False):
     def step(model, optimizer, x):
         half = jmp_scale.nnx.autocast(loss_of, "float16")
         ls = optimizer.loss_scale
-        take = optimizer.value_and_grad(half)
-        if mistake == "plain":
-            take = nnx.value_and_grad(half)
-        if mistake == "own gradient":
-            take = nnx.value_and_grad(lambda *args: ls.scale(half(*args)))
-        loss, grads = take(model, x)
+        takes = {
+            "plain": nnx.value_and_grad(half),
+            "own gradient": nnx.value_and_grad(lambda *args: ls.scale(half(*args))),
+        }
+        loss, grads = takes.get(mistake, optimizer.value_and_grad(half))(model, x)
         if mistake == "own gradient":
             loss, grads = ls.unscale((loss, grads))
         grads = change(grads, ls, model)
@@ -710,7 +710,7 @@ WRONG = {
     },
     "overflow hidden": {
         **cases(step_of, change=clipped),
-        **cases(step_of, around="zero_nans"),
+        **cases(step_of, around=["zero_nans", "entries"]),
         **cases(step_of, gradients=NO_NAN),
         **cases(loop_by_hand, mistake=["flag", "NaN alone"]),
         **cases(step_of, change=clipped, inner="sgd"),

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from check_step_cases import CURED, DYNAMIC, GUARD, RIGHT, WRONG, step_of
-from helpers import by_name, slow
+from helpers import by_name
 
 import jmp_scale
 from jmp_scale import diagnostics
@@ -158,17 +158,16 @@ def test_a_summary_has_each_problem_its_cure_and_what_was_not_checked():
 
 
 def test_a_bare_array_is_state_if_it_is_named():
+    def loss_of(w, x):
+        return linear({"w": w}, x)
+
     @jax.jit
     def step(w, state, x):
-        value_and_grad = jmp_scale.value_and_grad(
-            lambda w, x: jnp.mean((x @ w - 1) ** 2), state.loss_scale
-        )
-        loss, grads = value_and_grad(w, x)
+        loss, grads = jmp_scale.value_and_grad(loss_of, state.loss_scale)(w, x)
         _, state = SGD.update(grads, state, w, value=loss)
         return 0.99 * w - 0.1 * jnp.nan_to_num(grads), state
 
-    w = jnp.ones((4, 2))
-    args = w, SGD.init(w), ROWS
+    args = WEIGHTS["w"], SGD.init(WEIGHTS["w"]), ROWS
     unnamed = check_step(step, *args)
     assert [p.rule for p in unnamed.findings] == ["nothing comes back"]
     assert "args[0]: arrays without names" in str(unnamed)
@@ -205,7 +204,7 @@ def test_two_processes_find_the_same_with_a_split_batch_and_split_parameters():
     run = functools.partial(subprocess.run, capture_output=True, text=True, timeout=240)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         printed = [each.stdout.splitlines()[-3:] for each in pool.map(run, commands)]
-    lines = ["[] ()", "['unscaled twice'] ()", "['NaN stays'] ()"]
+    lines = ["[] ()", "['unscaled twice'] ()", "['changed on a skip'] ()"]
     assert printed == [lines, lines]
 
 
@@ -230,13 +229,6 @@ def test_three_s_tell_a_power(of_s, direction, is_flat_below):
         assert row.is_flat_below == is_flat_below
 
 
-def test_growth_beside_an_old_moment_that_a_clip_ends_is_growth():
-    powers = [*range(-37, 54, 10)]
-    grown = np.minimum(45.8 * 2.0 ** np.array(powers)[:, None], 0.002)
-    entries = (0.0062 + grown * np.linspace(1, 2, 16)).astype("float32")
-    assert Row(powers, entries.astype(float), 2.0**-23, True).direction == 1
-
-
 def test_autocast_is_float32_while_a_step_is_checked():
     half = jmp_scale.autocast(linear, "float16")
     stored = {"w": WEIGHTS["w"].astype("bfloat16")}
@@ -246,17 +238,16 @@ def test_autocast_is_float32_while_a_step_is_checked():
     assert "f16" in str(jax.make_jaxpr(half)(WEIGHTS, ROWS))
 
 
-class Trainer:
-    def __init__(self):
-        self.w, self.state = WEIGHTS, SGD.init(WEIGHTS)
-
-    def step(self, x):
-        raise AssertionError("it would change the trainer")
-
-    __call__ = step
-
-
 def test_a_step_whose_object_holds_the_state_is_not_called():
+    class Trainer:
+        def __init__(self):
+            self.w, self.state = WEIGHTS, SGD.init(WEIGHTS)
+
+        def step(self, x):
+            raise AssertionError("it would change the trainer")
+
+        __call__ = step
+
     trainer = Trainer()
     for step, *args in (
         (trainer.step, ROWS),
@@ -271,12 +262,11 @@ def test_a_step_whose_object_holds_the_state_is_not_called():
 
 
 def test_keyword_arguments_are_named_as_they_are():
-    old = check_step(
-        lambda w, s: (SGD_STEP(w, s, ROWS)[0], s), WEIGHTS, s=SGD.init(WEIGHTS)
-    )
-    assert [(p.rule, p.where) for p in old.findings] == [
-        ("S never adjusted", "s.loss_scale.loss_scale")
-    ]
+    def step(w, s):
+        return SGD_STEP(w, s, ROWS)[0], s
+
+    (problem,) = check_step(step, WEIGHTS, s=SGD.init(WEIGHTS)).findings
+    assert problem[:3] == ("S never adjusted", "error", "s.loss_scale.loss_scale")
 
 
 def step_on(tx=SGD, x=ROWS, **settings):
@@ -368,35 +358,6 @@ def test_an_update_that_is_not_finite_is_found_and_left_out_by_its_cure(name):
     w, state, _ = step(*args)
     assert state.applied
     assert jmp_scale.all_finite(w)
-
-
-def regression(clip, outside):
-    """A linear regression in float16, whose largest gradients overflow one by one."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    w = {"w": jax.random.normal(keys[0], (8, 1)) / 3}
-    x, y = jax.random.normal(keys[1], (64, 8)), jax.random.normal(keys[2], (64, 1))
-    tx = scaled(optax.adam(1e-3) if outside else optax.chain(clip, optax.adam(1e-3)))
-    tx = optax.chain(clip, tx) if outside else tx
-
-    @functools.partial(jmp_scale.autocast, dtype="float16")
-    def loss_of(w, x, y):
-        return jnp.mean((x @ w["w"] - y) ** 2)
-
-    @jax.jit
-    def step(w, state, x, y):
-        ls = (state[1] if outside else state).loss_scale
-        loss, grads = jmp_scale.value_and_grad(loss_of, ls)(w, x, y)
-        updates, state = tx.update(grads, state, w)
-        return optax.apply_updates(w, updates), state, loss
-
-    return step, w, tx.init(w), x, y
-
-
-@pytest.mark.parametrize("limit", [1.0, slow(0.1)])
-def test_a_clip_of_entries_outside_hides_infinities_and_inside_does_not(limit):
-    clip = optax.clip(limit)
-    assert rules_of(*regression(clip, outside=True)) == ["overflow hidden"]
-    assert rules_of(*regression(clip, outside=False)) == []
 
 
 def test_a_clip_in_a_rule_of_the_loss_is_told_as_one_of_scaled_gradients():

@@ -20,7 +20,6 @@ from .._state import is_checked
 from .._tree import is_module
 from .._validation import callers, require_bool, require_function, warn
 from .casting import Notes
-from .derivatives import Traces
 from .interpreter import Interpreter
 from .marks import checked_names, is_unscaled, tracing
 from .provenance import Origin
@@ -151,7 +150,6 @@ def autocast(
             backward=back,
             names=names,
             float32_results=wide,
-            traces=Traces(),
             notes=notes,
             setting=setting,
             recompute=bool(recompute),

@@ -1,27 +1,21 @@
-"""The casts of both passes: all that a unit asks of the interpreter."""
+"""How a program is cast: all that its reading and its units ask."""
 
 import dataclasses
-import functools
-from collections.abc import Callable
-from typing import TypeVar
 
-import jax
 import numpy as np
-from jax import lax
 
+from .._jaxpr import JaxprEqn
 from .._validation import warn
-from .derivatives import Traces, on_gpu, with_value
-from .products import Product
-
-T = TypeVar("T")
-_behind_barrier = jax.jit(functools.partial(on_gpu, lax.optimization_barrier))
+from .derivatives import Traces
+from .marks import Match, matched
 
 
 @dataclasses.dataclass(eq=False)
 class Notes:
     """What one call of a program has found so far, nested programs included."""
 
-    warned: set[str]  # of these there is no further warning
+    # Of these there is no further warning.
+    warned: set[str] = dataclasses.field(default_factory=set)
     # Whether its gradients are float16 and no loss scale reaches them.
     lacks_scale: bool = False
     any_half: bool = False  # whether a product became half precision
@@ -34,55 +28,44 @@ class Notes:
             self.warned.add(about)
             warn(message)
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Casting:
-    """How the two passes of a program are cast. Equal ones share traces."""
-
-    forward: np.dtype  # that of the products of the forward pass
-    backward: np.dtype
-    traces: Traces = dataclasses.field(compare=False)
-    notes: Notes = dataclasses.field(compare=False)
-    # Whether the backward pass recomputes islands. Not in a rule for derivatives, which
-    # is transposed: what would be recomputed has no derivative there. Not in a
-    # checkpoint with a policy, which says itself what is saved.
-    recompute: bool = True
-    in_loop: bool = False
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether the backward pass has another range than the forward pass."""
-        return self.forward != self.backward
-
-    def in_backward(self, x: jax.Array, copy: jax.Array) -> jax.Array:
-        """Returns a copy in the backward pass's dtype, which is differentiated as `x`.
-
-        Second derivatives need the range of `backward`, which float16 copies lack.
-        """
-        read = copy.astype(self.forward)
-        return with_value(x.astype(self.backward), read.astype(self.backward))
-
-    def tangent_of(self, product: Product) -> Callable[..., jax.Array]:
-        """Returns the function of a product's tangent, which equal products share."""
-        tangent = self.traces.made(Product.tangent, product, self.backward)
-        # The cotangent is then half precision, and an array of its own.
-        return lambda *args: self.apart(tangent(*args))
-
-    def apart(self, x: T) -> T:
-        """Arrays behind an optimization barrier on GPUs.
-
-        Without it XLA merges the recomputed island with that of the forward pass, and
-        keeps its float32 values.
-        """
-        has_barrier = self.recompute and not self.in_loop
-        return jax.tree.map(_behind_barrier, x) if has_barrier else x
-
     def note_derivative(self) -> None:
         """Warns once of float16 gradients that no loss scale reaches."""
-        if self.notes.lacks_scale:
-            self.notes.warn_once(
+        if self.lacks_scale:
+            self.warn_once(
                 "no loss scale",
                 "autocast: float16 gradients without a loss scale: small ones vanish. "
                 "Differentiate by jmp_scale.value_and_grad(fun, loss_scale), give "
                 'with_loss_scale a DynamicLossScale(), or autocast backward="bfloat16"',
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Casting:
+    """How a program is cast. Equal ones share traces."""
+
+    forward: np.dtype  # that of the products of the forward pass
+    backward: np.dtype
+    names: frozenset[str] = frozenset()  # of `keep_float32=`
+    float32_results: frozenset[str] = frozenset()
+    in_exempt: bool = False  # in a call that stays float32
+    in_loop: bool = False
+    # Whether the backward pass recomputes islands. Not in a rule for derivatives, which
+    # is transposed: what would be recomputed has no derivative there. Not in a
+    # checkpoint with a policy, which says itself what is saved.
+    recompute: bool = True
+    traces: Traces = dataclasses.field(default_factory=Traces, compare=False)
+    notes: Notes = dataclasses.field(default_factory=Notes, compare=False)
+
+    def is_exempt(self, eqn: JaxprEqn) -> bool:
+        """Whether a name keeps a product float32, or a call with products."""
+        return self._matched(self.names, eqn).is_exempt or self.in_exempt
+
+    def has_float32_result(self, eqn: JaxprEqn) -> bool:
+        """Whether a name keeps the result of a product float32."""
+        return bool(self._matched(self.float32_results, eqn).found)
+
+    def _matched(self, names: frozenset[str], eqn: JaxprEqn) -> Match:
+        match = matched(names, eqn)
+        self.notes.found.update(match.found)
+        self.notes.there.update(match.there)
+        return match

@@ -34,9 +34,8 @@ from .higher_order import (
     places_as_stored,
     places_in_every_run,
 )
-from .marks import Match, matched
-from .products import Product, becomes_half, has_products
-from .provenance import Origin, Rules, Step, read
+from .products import becomes_half, has_products
+from .provenance import Origin, Step, read
 from .recompute.plan import Unit, make_plan
 from .recompute.units import UnitInputs, function_of
 from .values import Stored, Values
@@ -46,12 +45,9 @@ from .values import Stored, Values
 class Interpreter(Casting):
     """Evaluates programs. Equal ones share traces of equal programs."""
 
-    names: frozenset[str]  # of `keep_float32=`
-    float32_results: frozenset[str] = frozenset()
     # Precision of products that stay float32 and have none of their own.
     setting: str | None = None
     in_rule: bool = False  # of a `custom_jvp`: what it computes is transposed
-    in_exempt: bool = False  # in a call that stays float32
 
     def within(self, eqn: JaxprEqn, part_of: Part) -> "Interpreter":
         """Returns the interpreter of the jaxprs nested in an equation."""
@@ -63,7 +59,7 @@ class Interpreter(Casting):
             recompute=self.recompute and part_of in ("", "loop"),
             in_loop=self.in_loop or part_of == "loop",
             in_rule=self.in_rule or part_of in ("rule", "tangents"),
-            in_exempt=self.in_exempt or (has_products(eqn) and self._is_exempt(eqn)),
+            in_exempt=self.in_exempt or (has_products(eqn) and self.is_exempt(eqn)),
         )
 
     def evaluate(
@@ -81,28 +77,17 @@ class Interpreter(Casting):
         arrays = map(_as_stored, invars, origins, values)
         inputs = dict(zip(invars, arrays, strict=True))
         stored = {v: x.half.dtype for v, x in inputs.items() if isinstance(x, Stored)}
-        rules = Rules(
-            self.forward,
-            self.backward,
-            self._is_exempt,
-            self._has_float32_result,
-            self.in_loop,
-        )
-        reading = read(jaxpr, origins, rules, stored)
+        reading = read(jaxpr, origins, self, stored)
         for v, x in reading.constants.items():
             inputs[v] = Stored.of(x) if v in reading.stored else x
         found = Values(reading, inputs)
-        self.evaluate_steps(found)
-        return _jaxpr.results_of(reading.jaxpr, found)
-
-    def evaluate_steps(self, values: Values) -> None:
-        """Evaluates every equation that a result needs."""
-        for part in make_plan(values.reading, joins=self.recompute):
+        for part in make_plan(reading, joins=self.recompute):
             with part.settings:
                 if isinstance(part, Unit):
-                    self.evaluate_unit(part, values)
+                    self.evaluate_unit(part, found)
                 else:
-                    self.evaluate_step(part, values)
+                    self.evaluate_step(part, found)
+        return _jaxpr.results_of(reading.jaxpr, found)
 
     def evaluate_unit(self, unit: Unit, values: Values) -> None:
         """Adds the values that an island and its products compute."""
@@ -127,9 +112,11 @@ class Interpreter(Casting):
 
     def evaluate_step(self, step: Step, values: Values) -> None:
         """Adds the values of an equation's results."""
-        if step.product:
+        if product := step.product:
             self.notes.any_half = True
-            results = [self._in_own_dtype(step.product, values)]
+            inputs = [values[v] for v in product.jaxpr.invars]
+            with _jaxpr.scope(product.scope):
+                results = [product.forward(product.dtype or self.forward, *inputs)]
         elif step.kind == "move":
             results = [self._moved(step.eqn, values)]
         else:
@@ -147,11 +134,6 @@ class Interpreter(Casting):
         saved = checkpoint_name(x.astype(dtype), values.reading.names[v])
         values.casts[v, dtype] = saved
         return saved.astype(x.dtype)
-
-    def _in_own_dtype(self, product: Product, values: Values) -> jax.Array:
-        inputs = [values[v] for v in product.jaxpr.invars]
-        with _jaxpr.scope(product.scope):
-            return product.forward(product.dtype or self.forward, *inputs)
 
     def operand(self, v: Var, values: Values) -> jax.Array:
         """Returns the array to which products pass the gradient of an operand."""
@@ -172,18 +154,6 @@ class Interpreter(Casting):
         if v not in values.reading.halves and (as_is or not _jaxpr.is_float32(v)):
             return values[v]
         return values.cast(v, self.forward)
-
-    def _has_float32_result(self, eqn: JaxprEqn) -> bool:
-        return bool(self._matched(self.float32_results, eqn).found)
-
-    def _is_exempt(self, eqn: JaxprEqn) -> bool:
-        return self._matched(self.names, eqn).is_exempt or self.in_exempt
-
-    def _matched(self, names: frozenset[str], eqn: JaxprEqn) -> Match:
-        match = matched(names, eqn)
-        self.notes.found.update(match.found)
-        self.notes.there.update(match.there)
-        return match
 
     def _as_traced(self, step: Step, values: Values) -> Sequence[jax.Array]:
         """Evaluates an equation as it is, or one whose nested jaxprs hold products."""
@@ -268,9 +238,12 @@ class Interpreter(Casting):
             places: Sequence[int | None],
             part_of: Part,
         ) -> Callable[..., list[jax.Array]]:
-            facts = jaxpr, tuple(map(origin_of, places))
+            # The evaluation of equal programs is one object, which JAX traces once.
+            known = jaxpr, tuple(map(origin_of, places))
             nested = self.within(eqn, part_of)
-            return self.traces.made(_nested_function, nested, *facts)
+            return self.traces.made(
+                functools.partial, Interpreter.evaluate, nested, *known
+            )
 
         primitive = _jaxpr.name_of(eqn)
         if primitive in CALLS:
@@ -304,10 +277,3 @@ def _with_cotangent_of_its_dtype(x: Any) -> Any:
     if not isinstance(x, jax.Array):  # but a constant, which a rule may index
         return jnp.asarray(x) if np.ndim(x) else x
     return x.astype(jnp.float32).astype(x.dtype) if is_half(x.dtype) else x
-
-
-def _nested_function(
-    interpreter: Interpreter, jaxpr: Program, origins: tuple[Origin, ...]
-) -> Callable[..., list[jax.Array]]:
-    """Returns a function of a jaxpr's inputs."""
-    return functools.partial(interpreter.evaluate, jaxpr, origins)

@@ -18,6 +18,7 @@ from .._jaxpr import Atom, Jaxpr, JaxprEqn, Var, dtype_name, is_float32, variabl
 from .._policy import is_half
 from .._types import PyTree
 from .biases import BETWEEN, adds_bias, sizes_of_expensive, with_rounding
+from .casting import Casting
 from .picks import as_pick, has_picks, may_pick
 from .products import (
     Fate,
@@ -27,7 +28,6 @@ from .products import (
     is_cheap,
     looks_up_rows,
     matrix_sizes,
-    never,
 )
 
 _INTEGERS = "bool", "int", "uint"
@@ -102,23 +102,11 @@ class Step(NamedTuple):
         return self.product if self.kind == "product" else None
 
 
-class Rules(NamedTuple):
-    """How programs are read, all that are nested in one program alike."""
-
-    dtype: np.dtype  # of products of the forward pass
-    backward: np.dtype  # of the others
-    # Whether a name keeps a product float32, or a call with products; and whether one
-    # keeps the result of a product float32.
-    is_exempt: Callable[[JaxprEqn], bool] = never
-    has_float32_result: Callable[[JaxprEqn], bool] = never
-    in_loop: bool = False  # whether the program is the body of a loop
-
-
 @dataclasses.dataclass(eq=False)
 class Reading:
     """A program as `autocast` reads it, without the calls that it opens."""
 
-    rules: Rules
+    cast: Casting
     jaxpr: Jaxpr
     constants: dict[Var, PyTree]  # values, by variable
     stored: dict[Var, np.dtype]  # of what is stored in half precision, perhaps moved
@@ -206,7 +194,7 @@ class Reading:
 
         is_near = _jaxpr.size(eqn.outvars[0]) in self._expensive
         if is_near and adds_bias(eqn, is_product, is_repeated):
-            return Step("other", with_rounding(eqn, self.rules.backward))
+            return Step("other", with_rounding(eqn, self.cast.backward))
         return None
 
     def _multiply(self, eqn: JaxprEqn) -> Step | None:
@@ -217,7 +205,7 @@ class Reading:
             eqn,
             is_parameter=lambda v: self.origin(v) is Origin.PARAMETER,
             is_constant=lambda v: self.provenance[v].is_constant,
-            is_exempt=self.rules.is_exempt,
+            is_exempt=self.cast.is_exempt,
         )
         if decision is not Fate.BECOMES_HALF:
             return Step("other", eqn)
@@ -257,7 +245,7 @@ class Reading:
         if fill and fill == fill and is_float32(eqn.outvars[0]):
             with np.errstate(over="ignore"):
                 return float(np.float64(fill).astype(dtype)) == fill
-        return _jaxpr.name_of(eqn) in (_SENDS if self.rules.in_loop else _MOVES)
+        return _jaxpr.name_of(eqn) in (_SENDS if self.cast.in_loop else _MOVES)
 
     def _call(self, eqn: JaxprEqn) -> Step | None:
         """A call is evaluated anew if it holds products, or picks in a loop.
@@ -265,7 +253,7 @@ class Reading:
         So is one that reads half precision, perhaps in each iteration.
         """
         if has_products(eqn):
-            return None if self.rules.is_exempt(eqn) else Step("call", eqn)
+            return None if self.cast.is_exempt(eqn) else Step("call", eqn)
         if _jaxpr.name_of(eqn) in _CALLS and (has_picks(eqn) or _reads_half(eqn)):
             return Step("call", eqn)
         return None
@@ -290,7 +278,7 @@ class Reading:
         scope, jaxpr = _jaxpr_rewrite.without_common_scope(whole)
         is_dot = matrix_sizes(eqn) is not None
         half = {*filter(is_half, map(self._stored_in, operands))}
-        is_own = len(half) == 1 and self.rules.dtype.name not in half
+        is_own = len(half) == 1 and self.cast.forward.name not in half
         return Product(
             key=_jaxpr_rewrite.structural_key(jaxpr),
             jaxpr=jaxpr,
@@ -301,7 +289,7 @@ class Reading:
             ),
             dtype=half.pop() if is_own else None,
             scope=scope,
-            has_float32_result=self.rules.has_float32_result(eqn),
+            has_float32_result=self.cast.has_float32_result(eqn),
         )
 
     def _stored_in(self, v: Var) -> str:
@@ -390,14 +378,14 @@ def _tables_of(jaxpr: Jaxpr) -> set[Var]:
 def read(
     program: _jaxpr.Program,
     origins: Sequence[Origin],
-    rules: Rules,
+    cast: Casting,
     stored: Mapping[Var, np.dtype] = MappingProxyType({}),
 ) -> Reading:
     """Reads a program whose inputs have these origins.
 
     `stored` are the dtypes of inputs that are stored in half precision.
     """
-    is_opened = functools.partial(_is_opened, is_exempt=rules.is_exempt)
+    is_opened = functools.partial(_is_opened, is_exempt=cast.is_exempt)
     jaxpr, constants = _jaxpr_rewrite.inlined(program, is_opened)
     traced = {v for v, x in constants.items() if isinstance(x, Tracer)}
     arrays = (v for v in traced if not _jaxpr.is_reference(v))
@@ -412,7 +400,7 @@ def read(
     origin_of = dict(zip(jaxpr.invars, origins, strict=True))
     origin_of |= dict.fromkeys(constants, Origin.PARAMETER)
     of_given = {v: given(v, origin) for v, origin in origin_of.items() if origin}
-    return Reading(rules, jaxpr, constants, stored, of_given)
+    return Reading(cast, jaxpr, constants, stored, of_given)
 
 
 def _is_opened(call: JaxprEqn, is_exempt: Callable[[JaxprEqn], bool]) -> bool:

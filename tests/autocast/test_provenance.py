@@ -8,16 +8,17 @@ import jax.numpy as jnp
 import pytest
 from autocast_programs import W, X
 
-from jmp_scale._autocast.provenance import Origin, Rules, read
+from jmp_scale._autocast.casting import Casting
+from jmp_scale._autocast.provenance import Origin, read
 
 ROWS_OF = functools.partial(jnp.take, axis=0)
 
 
 def float32_grads(fun, *args):
     """Of the only product: for each operand, whether its gradient is float32."""
-    rules = Rules(jnp.dtype("bfloat16"), jnp.dtype("bfloat16"))
+    cast = Casting(forward=jnp.dtype("bfloat16"), backward=jnp.dtype("bfloat16"))
     origins = [Origin.PARAMETER] * len(args)
-    reading = read(jax.make_jaxpr(fun)(*args), origins, rules)
+    reading = read(jax.make_jaxpr(fun)(*args), origins, cast)
     (product,) = (step.product for step in reading.steps if step.product)
     return product.float32_grads
 

@@ -10,8 +10,9 @@ Kinds of machines differ in the barriers between the two passes, but not in valu
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -25,11 +26,16 @@ from ..derivatives import (
     linear,
     live_of,
     no_tangent,
+    on_gpu,
     with_derivative,
     with_value,
 )
+from ..products import Product
 from .islands import reached_by, softmax_from, softmaxes_of
 from .plan import Unit
+
+T = TypeVar("T")
+_behind_barrier = jax.jit(functools.partial(on_gpu, jax.lax.optimization_barrier))
 
 
 class UnitInputs(NamedTuple):
@@ -85,9 +91,13 @@ def function_of(
     def derivative(
         results: UnitResults, args: tuple[UnitInputs], directions: tuple[UnitInputs]
     ) -> UnitResults:
-        cast.note_derivative()
-        residuals = passes.residuals(results, *args)
-        of_island, of_products = linear(tangents, residuals, passes.live(*directions))
+        cast.notes.note_derivative()
+        (read,), (tangents_of,) = args, directions
+        of_inputs = live_of(tangents_of.island)
+        of_passed = live_of(tangents_of.passed, len(unit.outputs))
+        of_island, of_products = linear(
+            tangents, passes.residuals(results, read), (of_inputs, of_passed)
+        )
         return UnitResults(
             island=_or_zeros(results.island, of_island),
             products=_or_zeros(results.products, of_products),
@@ -130,32 +140,34 @@ class _Passes:
         return Residuals(
             IslandResiduals(read.island_copies, outputs, results.saved),
             read.passed_copies,
-            originals if self.cast.is_mixed else None,
+            originals if self.cast.forward != self.cast.backward else None,
         )
-
-    def live(self, directions: UnitInputs) -> tuple[ByPosition, ByPosition]:
-        """Returns tangents of inputs of the island, and of operands besides."""
-        first = len(self.unit.outputs)
-        return live_of(directions.island), live_of(directions.passed, first)
 
     def tangents(
         self, residuals: Residuals, live: tuple[ByPosition, ByPosition]
     ) -> tuple[ByPosition, ByPosition]:
         """Returns the tangents of the island's results and of the products."""
-        of_island, operands = self._recomputed(self._apart(residuals), live[0])
+        island, passed = self._apart(residuals.island), [*residuals.passed]
+        for j, i in self.unit.passed_inputs:
+            passed[j] = island.inputs[i]
+        read = Residuals(island, passed, residuals.originals)
+        of_island, operands = self._recomputed(read, live[0])
         # Cast once, so that cotangents of what several products read are added in half.
+        is_data, backward = self.unit.places("is_data"), self.cast.backward
         of_operands = {
-            i: self._as_read(i, of_island[i])
+            i: of_island[i].astype(backward) if i in is_data else of_island[i]
             for i in self.unit.operands.intersection(of_island)
         }
         return of_island, self._of_products(operands, of_operands | live[1])
 
-    def _apart(self, residuals: Residuals) -> Residuals:
-        """Returns residuals behind an optimization barrier on GPUs."""
-        island, passed = self.cast.apart(residuals.island), [*residuals.passed]
-        for j, i in self.unit.passed_inputs:
-            passed[j] = island.inputs[i]
-        return Residuals(island, passed, residuals.originals)
+    def _apart(self, x: T) -> T:
+        """Returns arrays behind an optimization barrier on GPUs.
+
+        Without it XLA merges the recomputed island with that of the forward pass, and
+        keeps its float32 values.
+        """
+        has_barrier = self.cast.recompute and not self.cast.in_loop
+        return jax.tree.map(_behind_barrier, x) if has_barrier else x
 
     def _recomputed(
         self, read: Residuals, live: ByPosition
@@ -171,23 +183,26 @@ class _Passes:
             operands |= self._passed(read.passed)
             if originals:
                 wide = results | originals.operands
+                # Second derivatives need the range of `backward`, which float16 lacks.
                 for i in self.unit.operands:
-                    operands[i] = self.cast.in_backward(wide[i], operands[i])
+                    copy = operands[i].astype(self.cast.forward)
+                    operands[i] = with_value(
+                        wide[i].astype(self.cast.backward),
+                        copy.astype(self.cast.backward),
+                    )
         return tangents, operands
-
-    def _as_read(self, i: int, x: jax.Array) -> jax.Array:
-        """Returns the tangent that products read of a result's tangent."""
-        return x.astype(self.cast.backward) if self.unit.outputs[i].is_data else x
 
     def _of_products(self, operands: ByPosition, live: ByPosition) -> ByPosition:
         """Returns the tangents of products of which an operand has a tangent."""
-        found = {}
+        found, traces = {}, self.cast.traces
         for k, (product, places) in enumerate(self.unit.products):
             sides = {side: live[i] for side, i in enumerate(places[:2]) if i in live}
             if sides:
-                tangent = self.cast.tangent_of(product)
+                tangent = traces.made(Product.tangent, product, self.cast.backward)
                 with _jaxpr.scope(product.scope):
-                    found[k] = tangent([operands[i] for i in places], sides)
+                    of_product = tangent([operands[i] for i in places], sides)
+                    # The cotangent is then half precision, and an array of its own.
+                    found[k] = self._apart(of_product)
         return found
 
     def _copies_of(self, outputs: ByPosition) -> ByPosition:

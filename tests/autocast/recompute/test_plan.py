@@ -6,14 +6,16 @@ import pytest
 from autocast_programs import W, X
 
 from jmp_scale import _jaxpr, autocast
+from jmp_scale._autocast.casting import Casting
 from jmp_scale._autocast.derivatives import CAST
-from jmp_scale._autocast.provenance import Origin, Rules, Step, read
+from jmp_scale._autocast.provenance import Origin, Step, read
 from jmp_scale._autocast.recompute.plan import Unit, make_plan
 
 
 def plan_of(fun, *args, joins=True):
-    origins, rules = [Origin.PARAMETER] * len(args), Rules(*[jnp.dtype("bfloat16")] * 2)
-    return make_plan(read(jax.make_jaxpr(fun)(*args), origins, rules), joins=joins)
+    half, origins = jnp.dtype("bfloat16"), [Origin.PARAMETER] * len(args)
+    cast = Casting(forward=half, backward=half)
+    return make_plan(read(jax.make_jaxpr(fun)(*args), origins, cast), joins=joins)
 
 
 def units_of(fun, *args):

@@ -10,7 +10,6 @@ TPU it always fuses them: there it would cost 5 to 7 % of the cycles.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from .. import _jaxpr
-from .._jaxpr import Jaxpr, JaxprEqn, Var, variables
+from .._jaxpr import Jaxpr, JaxprEqn
 from .derivatives import Replacement, on_gpu
 
 _EXPENSIVE = _jaxpr.words("""
@@ -27,26 +26,6 @@ _EXPENSIVE = _jaxpr.words("""
 """)
 # Between a product and its bias.
 BETWEEN = _jaxpr.REARRANGES | {"convert_element_type", "name"}
-
-
-def adds_bias(
-    eqn: JaxprEqn, is_product: Callable[[Var], bool], is_repeated: Callable[[Var], bool]
-) -> bool:
-    """Whether a sum adds a bias, which is repeated, to the result of a product.
-
-    A bias is repeated before, or has axes of length 1 for larger ones of the result.
-    Proven is that the gradient of the one is rounded anyway, and that of the other a
-    sum of several entries. The gradient of a stream has the sum's entries, unrounded.
-    """
-    size = _jaxpr.size(eqn.outvars[0])
-    pair = variables(eqn.invars)
-    return any(
-        is_product(a)
-        and _jaxpr.size(a) == size
-        and (_jaxpr.size(b) < size or is_repeated(b))
-        for a, b in zip(pair, pair[::-1], strict=True)
-        if len(pair) == 2
-    )
 
 
 def sizes_of_expensive(jaxpr: Jaxpr) -> set[int]:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.extend.core.primitives
@@ -87,25 +87,9 @@ def _lowered_by_platform(fun: Any, *args: jax.Array) -> jax.Array:
     return result
 
 
-class OperandSizes(NamedTuple):
-    """Sizes of an operand's dimensions, except those of the batch."""
-
-    own: list[int]  # the result has them too
-    contracted: list[int]
-
-
-def split_sizes(
-    shapes: Sequence[Sequence[int]], dimension_numbers: Dimensions
-) -> list[OperandSizes]:
-    """Returns the sizes of both operands of a matrix product."""
-    found = []
-    for shape, contracted, batch in zip(shapes, *dimension_numbers, strict=True):
-        own = [shape[d] for d in _own(len(shape), contracted, batch)]
-        found.append(OperandSizes(own, [shape[d] for d in contracted]))
-    return found
-
-
-def _own(ndim: int, contracted: Sequence[int], batch: Sequence[int]) -> list[int]:
+def own_dimensions(
+    ndim: int, contracted: Sequence[int], batch: Sequence[int]
+) -> list[int]:
     """Returns the dimensions of an operand that the result has, too."""
     return sorted({*range(ndim)}.difference(contracted, batch))
 
@@ -142,8 +126,8 @@ def _product_in_order(
         (pair[side], pair[1 - side]) for pair in params["dimension_numbers"]
     )
     count = len(batch)
-    own = _own(unknown.ndim, contracted, batch)
-    own_of_known = _own(known.ndim, of_known, known_batch)
+    own = own_dimensions(unknown.ndim, contracted, batch)
+    own_of_known = own_dimensions(known.ndim, of_known, known_batch)
     # The cotangent has dimensions of the batch, of the left operand, of the right one.
     first = count + (0 if side else len(own))
     summed = range(first, first + len(own_of_known))

@@ -5,7 +5,7 @@ import enum
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from .. import _jaxpr
 from .._jaxpr import PRODUCTS, Atom, Jaxpr, JaxprEqn, NameStack, Var, variables
 from .._policy import is_half
 from .derivatives import CAST
-from .dot_general import OperandSizes, by_platform, split_sizes, wide_dot_general
+from .dot_general import by_platform, own_dimensions, wide_dot_general
 from .rounding import widened
 
 _DEFAULT = lax.Precision.DEFAULT
@@ -65,11 +65,8 @@ class Product:
 
     def forward(self, dtype: DTypeLike, *values: jax.Array) -> jax.Array:
         """Computes the product of the forward pass."""
-        return self.apply(dtype, *values, result=self.result_dtype(dtype))
-
-    def result_dtype(self, dtype: DTypeLike) -> DTypeLike:
-        """Returns the dtype of the forward pass's result, and of its residual."""
-        return "float32" if self.has_float32_result else dtype
+        result = "float32" if self.has_float32_result else dtype
+        return self.apply(dtype, *values, result=result)
 
     def apply(
         self,
@@ -185,12 +182,23 @@ def has_matrix_work(eqn: JaxprEqn, is_parameter: Callable[[Var], bool]) -> bool:
     return any(is_parameter(v) for v in variables(matrices))
 
 
+class OperandSizes(NamedTuple):
+    """Sizes of an operand's dimensions, except those of the batch."""
+
+    own: list[int]  # the result has them too
+    contracted: list[int]
+
+
 def matrix_sizes(eqn: JaxprEqn) -> list[OperandSizes] | None:
     """Returns the sizes of a matrix product's operands; None for other products."""
     if _jaxpr.name_of(eqn) != "dot_general":
         return None
-    shapes = [_jaxpr.shape(v) for v in eqn.invars[:2]]
-    return split_sizes(shapes, eqn.params["dimension_numbers"])
+    found, numbers = [], eqn.params["dimension_numbers"]
+    for v, contracted, batch in zip(eqn.invars, *numbers, strict=True):
+        shape = _jaxpr.shape(v)
+        own = [shape[d] for d in own_dimensions(len(shape), contracted, batch)]
+        found.append(OperandSizes(own, [shape[d] for d in contracted]))
+    return found
 
 
 def becomes_half(eqn: JaxprEqn) -> bool:

@@ -17,7 +17,7 @@ from .. import _jaxpr, _jaxpr_rewrite
 from .._jaxpr import Atom, Jaxpr, JaxprEqn, Var, dtype_name, is_float32, variables
 from .._policy import is_half
 from .._types import PyTree
-from .biases import BETWEEN, adds_bias, sizes_of_expensive, with_rounding
+from .biases import BETWEEN, sizes_of_expensive, with_rounding
 from .casting import Casting
 from .picks import as_pick, has_picks, may_pick
 from .products import (
@@ -176,24 +176,28 @@ class Reading:
         return None
 
     def _sum(self, eqn: JaxprEqn) -> Step | None:
-        """The gradient of a sum of a product and a bias is rounded."""
-        if _jaxpr.name_of(eqn) != "add" or not is_float32(eqn.outvars[0]):
+        """The gradient of a sum of a product and a bias, which is repeated, is rounded.
+
+        A bias is repeated before, or has axes of length 1 for larger ones of the sum.
+        Proven is that the gradient of the one is rounded anyway, and that of the other
+        a sum of several entries. The gradient of a stream has the sum's, unrounded.
+        """
+        pair, size = variables(eqn.invars), _jaxpr.size(eqn.outvars[0])
+        is_sum = _jaxpr.name_of(eqn) == "add" and is_float32(eqn.outvars[0])
+        if not is_sum or size not in self._expensive or len(pair) != 2:
             return None
+        sources = [self._before(v, BETWEEN)[0] for v in pair]
 
-        def before(v: Var) -> Var:
-            return self._before(v, BETWEEN)[0]
+        def is_product(i: int) -> bool:
+            return _jaxpr.size(pair[i]) == size and self._is_product(sources[i])
 
-        def is_product(v: Var) -> bool:
-            return self._is_product(before(v))
+        def is_bias(i: int) -> bool:
+            source, maker = sources[i], self._equation_of(sources[i])
+            if maker and _jaxpr.name_of(maker) == "broadcast_in_dim":
+                (source,) = maker.invars
+            return _jaxpr.size(source) < size
 
-        def is_repeated(v: Var) -> bool:
-            maker = self._equation_of(before(v))
-            if maker is None or _jaxpr.name_of(maker) != "broadcast_in_dim":
-                return False
-            return _jaxpr.size(maker.invars[0]) < _jaxpr.size(maker.outvars[0])
-
-        is_near = _jaxpr.size(eqn.outvars[0]) in self._expensive
-        if is_near and adds_bias(eqn, is_product, is_repeated):
+        if any(is_product(i) and is_bias(1 - i) for i in range(2)):
             return Step("other", with_rounding(eqn, self.cast.backward))
         return None
 

@@ -114,20 +114,8 @@ def make_plan(reading: Reading, *, joins: bool = True) -> list[Step | Unit]:
 
     `joins`: whether there are islands. Without them, each product is a unit.
     """
-    if not joins:
-        return [*map(_alone, reading.steps)]
-    return _Units(reading, _Levels(reading).parts()).units()
-
-
-def _alone(step: Step) -> Step | Unit:
-    """Returns a step as it is, and a product as a unit without an island."""
-    if not (product := step.half_product):
-        return step
-    read = product.jaxpr.invars
-    passed = tuple(dict.fromkeys(read))
-    joined = UnitProduct(product, tuple(map(passed.index, read)))
-    island = _jaxpr_rewrite.excerpt(product.jaxpr, [], [], [])
-    return Unit((), island, NameStack(), (), (joined,), passed)
+    parts = _Levels(reading).parts() if joins else reading.steps
+    return _Units(reading, parts).units()
 
 
 # A step, or an island.
@@ -299,22 +287,21 @@ class _Units:
         for i, part in enumerate(self._parts):
             if i in joined:
                 continue
-            if isinstance(part, Step):
-                if part.half_product:
-                    self._note_saved(part.half_product.operands)
-                units.append(_alone(part))
+            if not isinstance(part, Step):
+                island, choice = part, self._choice(i, part)
+                behind = {n for v in choice.recomputed for n in self._readers[v]}
+            elif i in self._products:  # no island is joined with it
+                island = _jaxpr_rewrite.excerpt(self._reading.jaxpr, [], [], [])
+                choice, behind = Choice((), part.invars[:2], (), (), ()), {i}
+            else:
+                units.append(part)
                 continue
-            choice = self._choice(i, part)
-            behind = {n for v in choice.recomputed for n in self._readers[v]}
             joined |= behind
-            self._note_saved(choice.saved_in_half)
-            self._already_saved.update(choice.inputs, choice.streams)
             products = [self._products[n] for n in sorted(behind)]
-            units.append(self._unit(part, products, choice))
+            units.append(self._unit(island, products, choice))
+            copies = self._reading.halves.intersection(choice.saved_in_half)
+            self._already_saved.update(copies, choice.inputs, choice.streams)
         return units
-
-    def _note_saved(self, operands: Collection[Var]) -> None:
-        self._already_saved |= self._reading.halves.intersection(operands)
 
     def _choice(self, i: int, island: Jaxpr) -> Choice:
         """Chooses what is saved of an island, which is the i-th part."""
@@ -385,20 +372,20 @@ class _Units:
             key=_jaxpr_rewrite.structural_key(jaxpr),
             jaxpr=jaxpr,
             scope=scope,
-            outputs=tuple(self._output(v, choice, sums) for v in made),
+            outputs=tuple(
+                Output(
+                    is_data=self._reading.is_data(v),
+                    is_saved_in_half=v in choice.saved_in_half,
+                    is_softmax=v in choice.softmaxes,
+                    is_saved=v in sums or v in choice.streams,
+                )
+                for v in made
+            ),
             products=tuple(
                 UnitProduct(p, tuple(positions[v] for v in p.jaxpr.invars))
                 for p in products
             ),
             passed=passed,
-        )
-
-    def _output(self, v: Var, choice: Choice, sums: Collection[Var]) -> Output:
-        return Output(
-            is_data=self._reading.is_data(v),
-            is_saved_in_half=v in choice.saved_in_half,
-            is_softmax=v in choice.softmaxes,
-            is_saved=v in sums or v in choice.streams,
         )
 
 

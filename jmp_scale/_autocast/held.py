@@ -84,7 +84,7 @@ def _opened(x: Any) -> _Opened:
         return (x.__func__, x.__self__), lambda parts: MethodType(*parts)
     if isinstance(x, functools.partial):
         parts = x.func, x.args, x.keywords, x.__dict__
-        return parts, functools.partial(_partial, type(x))
+        return parts, functools.partial(_partial, x)
     if _is_container(x):
         return [*_items(x).values()], lambda _: x
     # Modules and variables of NNX are written to by methods of their own.
@@ -123,10 +123,9 @@ def _with_closure(fun: FunctionType, parts: list[Any]) -> FunctionType:
     return changed
 
 
-def _partial(cls: type[functools.partial[Any]], parts: list[Any]) -> Any:
-    fun, args, keywords, attributes = parts
-    changed = cls(fun, *args, **keywords)
-    changed.__dict__ = attributes
+def _partial(x: functools.partial[Any], parts: list[Any]) -> Any:
+    changed = copy.copy(x)
+    changed.__setstate__((*parts,))
     return changed
 
 

@@ -224,38 +224,23 @@ def matched(names: Collection[str], eqn: JaxprEqn) -> Match:
     scopes = re.findall(r"[\w.:-]+", str(eqn.source_info.name_stack))
     if not names:
         return Match(_EXEMPT in scopes, set(), set())
-    frames, dotted = _frames_of(eqn), f".{'.'.join(scopes)}."
-    own = {*scopes, *frames.own}
+    dotted, places = f".{'.'.join(scopes)}.", list[str]()
+    own, others = {*scopes}, set[str]()  # others: functions of JAX and of jmp_scale
+    for frame in _jaxpr.frames_of(eqn):
+        parts = [p for p in frame.function.split(".") if p.isidentifier()]
+        is_own = not re.search(r"/(jax|jmp_scale)/", frame.file)
+        (own if is_own else others).update(parts, [".".join(parts)])
+        places.append(f"/{frame.file}:{frame.line}")
     if len(_jaxpr.subjaxprs(eqn)) == 1:  # one function is called
         own.add(_jaxpr.name_of_call(eqn))
 
     def is_matched(name: str) -> bool:
-        is_function = name in own or name in frames.others
-        is_place = any(place.endswith(f"/{name}") for place in frames.places)
-        return is_function or is_place or f".{name}." in dotted
+        is_place = any(place.endswith(f"/{name}") for place in places)
+        return name in own or name in others or is_place or f".{name}." in dotted
 
     found = {*filter(is_matched, names)}
     # A lambda has the name "".
     return Match(bool(found) or _EXEMPT in scopes, found, own - {""})
-
-
-class _Frames(NamedTuple):
-    """The functions and lines in which an equation was traced."""
-
-    own: set[str]  # functions of the user and of other libraries
-    others: set[str]  # functions of JAX and of jmp_scale
-    places: list[str]  # "/folder/file.py:123"
-
-
-def _frames_of(eqn: JaxprEqn) -> _Frames:
-    found = _Frames(set(), set(), [])
-    for frame in _jaxpr.frames_of(eqn):
-        parts = [p for p in frame.function.split(".") if p.isidentifier()]
-        is_own = not re.search(r"/(jax|jmp_scale)/", frame.file)
-        functions = found.own if is_own else found.others
-        functions.update(parts, [".".join(parts)])
-        found.places.append(f"/{frame.file}:{frame.line}")
-    return found
 
 
 def checked_names(option: str, names: str | Collection[str]) -> frozenset[str]:

@@ -1,9 +1,7 @@
 """Traces a function as a float32 program, whatever its arrays are stored in.
 
-JAX adds up the gradients of an array in the array's own dtype. In half precision the
-gradient of a weight that is read many times, as in a loop, loses most of its terms. So
-half-precision arguments are traced as float32 arrays: then JAX promotes, adds and
-transposes in float32, and a gradient is rounded once, where it leaves `autocast`.
+JAX adds up the gradients of an array in the array's own dtype. In half precision that
+of a weight which is read many times, as in a loop, loses most of its terms.
 """
 
 import contextlib
@@ -78,28 +76,25 @@ def trace(fun: Callable[..., Any], args: PyTree, kwargs: PyTree) -> Traced:
 
     def returned(outputs: Arrays) -> PyTree:
         pairs = zip(outputs, types, strict=True)
-        return given.returned([_as_stored(x, out.dtype) for x, out in pairs])
+        return given.returned(
+            [x.astype(t.dtype) if is_half(t.dtype) else x for x, t in pairs]
+        )
 
     return wide._replace(returned=returned)
 
 
 def in_float32(program: Program, arrays: Arrays) -> list[jax.Array]:
     """Evaluates a program with float32 in place of half-precision arrays."""
-
-    def widened(x: jax.Array, aval: Any) -> jax.Array:
-        return x if x.dtype == aval.dtype else x.astype(aval.dtype)
-
-    return jaxpr_as_fun(program)(*map(widened, arrays, program.in_avals))
+    pairs = zip(arrays, program.in_avals, strict=True)
+    return jaxpr_as_fun(program)(
+        *(x if x.dtype == aval.dtype else x.astype(aval.dtype) for x, aval in pairs)
+    )
 
 
 def _in_float32(x: jax.Array) -> Any:
     """Returns an array, or the type of a float32 one in place of half precision."""
     aval: Any = jax.typeof(x)
     return aval.update(dtype=np.dtype(np.float32)) if is_half_array(x) else x
-
-
-def _as_stored(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    return x.astype(dtype) if is_half(dtype) else x
 
 
 _ARRAY = object()  # stands for an array
@@ -185,18 +180,15 @@ def _is_one(wide: Traced, given: Traced) -> bool:
     in rules for derivatives. That fails for a function that computes with bits of an
     array, with its size in bytes, or with anything else that it chooses by a dtype.
     """
-    held = {id(x): _name(i, x) for i, x in enumerate(wide.arrays[: wide.held])}
+    held: dict[int, Any] = {}  # JAX copies a known number, so that its value names it
+    for i, x in enumerate(wide.arrays[: wide.held]):
+        is_number = x.ndim == 0 and not isinstance(x, Tracer)
+        held[id(x)] = _Number(x) if is_number else i
     arguments = range(wide.held, len(wide.arrays))
     one = _operations(wide.program, [*held.values(), *arguments], held)
     other = _operations(given.program, arguments, held)
     is_one = wide.paths == given.paths and len(one) == len(other)
     return is_one and all(map(_are_one, one, other))
-
-
-def _name(place: int, held: jax.Array) -> Any:
-    """Returns what names an array that a function holds: JAX copies a known number."""
-    is_number = held.ndim == 0 and not isinstance(held, Tracer)
-    return _Number(held) if is_number else place
 
 
 def _operations(

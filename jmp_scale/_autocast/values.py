@@ -1,9 +1,4 @@
-"""The values of a program's variables, stored arrays included.
-
-An array that is stored in half precision is two arrays here: a float32 one, which has
-its gradient, and the stored one, which products read. So gradients are added in
-float32. In a loop nothing reads the float32 one, and XLA drops it.
-"""
+"""The values of a program's variables, stored arrays included."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -18,7 +13,10 @@ from .provenance import Reading
 
 
 class Stored(NamedTuple):
-    """An array that is stored in half precision."""
+    """An array that is stored in half precision: two arrays.
+
+    So gradients are added in float32. In a loop nothing reads `wide`: XLA drops it.
+    """
 
     wide: jax.Array  # float32: it has the gradient
     half: jax.Array  # what products read

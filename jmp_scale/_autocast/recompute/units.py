@@ -227,28 +227,25 @@ def _recomputation(unit: Unit) -> Callable[..., tuple[ByPosition, ByPosition]]:
         inputs = _inputs_of(island, read.inputs, originals or read.inputs)
         reached = reached_by(island, (island.invars[i] for i in live))
 
-        def with_saved(v: Var, known: dict[Var, jax.Array]) -> jax.Array:
-            """Returns a result, or the saved one with the derivative of the result."""
-            x, i = known[v], places.get(v)
-            if i is None:
-                return x
-            if unit.outputs[i].is_softmax:
-                exponents, axes = softmaxes[v]
-                p = read.saved[i].astype(x.dtype)
-                return softmax_from(known[exponents], p, axes)
-            if not unit.outputs[i].is_saved:
-                return x
-            return with_value(x, read.outputs[i]) if v in reached else read.outputs[i]
-
         def evaluate(some: ByPosition) -> tuple[ByPosition, list[jax.Array]]:
             changed = [some.get(i, x) for i, x in enumerate(inputs)]
             known = dict(zip(island.invars, changed, strict=True))
 
-            def replace(v: Var, x: jax.Array) -> jax.Array:
-                known[v] = x
-                return with_saved(v, known)
+            def with_saved(v: Var, x: jax.Array) -> jax.Array:
+                """Returns a value, or a saved one with the derivative of the value."""
+                known[v], i = x, places.get(v)
+                if i is None:
+                    return x
+                if unit.outputs[i].is_softmax:
+                    exponents, axes = softmaxes[v]
+                    p = read.saved[i].astype(x.dtype)
+                    return softmax_from(known[exponents], p, axes)
+                if not unit.outputs[i].is_saved:
+                    return x
+                saved = read.outputs[i]
+                return with_value(x, saved) if v in reached else saved
 
-            results = _jaxpr.evaluate_all(island, changed, change=replace)
+            results = _jaxpr.evaluate_all(island, changed, change=with_saved)
             return {i: results[i] for v, i in places.items() if v in reached}, results
 
         primals = {i: inputs[i] for i in live}

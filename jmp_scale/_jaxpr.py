@@ -23,6 +23,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 from jax.extend.source_info_util import NameStack
 from jax.interpreters import ad
 
+from ._policy import is_half
 from ._types import PyTree
 
 Atom = Var | Literal
@@ -173,6 +174,11 @@ def is_float32(atom: Atom) -> bool:
     return dtype_name(atom) == "float32"
 
 
+def any_half(atoms: Iterable[Atom]) -> bool:
+    """Whether an array has half precision."""
+    return any(is_half(dtype_name(atom)) for atom in atoms)
+
+
 def is_floating(atom: Atom) -> bool:
     """Whether a variable has a real or complex floating-point dtype of any width."""
     return "float" in dtype_name(atom) or "complex" in dtype_name(atom)
@@ -214,16 +220,6 @@ def open_jaxpr(jaxpr: Program) -> tuple[Jaxpr, list[PyTree]]:
     if len(consts) != len(inner.constvars):
         consts = [None] * len(inner.constvars)
     return inner, consts
-
-
-def is_jaxpr(value: object) -> TypeGuard[Program]:
-    """Whether a parameter of an equation is a jaxpr."""
-    return isinstance(value, (Jaxpr, ClosedJaxpr))
-
-
-def is_no_sequence(value: object) -> bool:
-    """Whether a parameter of an equation is a leaf; lists are searched."""
-    return not isinstance(value, (tuple, list))
 
 
 # Under `JAX_REMAT3`, `JAX_CUSTOM_JVP3` and the like (jax 0.12) checkpoints, functions
@@ -339,22 +335,16 @@ class Loop(NamedTuple):
     @property
     def carries(self) -> list[Var]:
         """The variables of the body that the previous iteration computes."""
-        inner, _ = open_jaxpr(self.body)
-        return inner.invars[self.consts : self.consts + self.carry]
+        return bare(self.body).invars[self.consts : self.consts + self.carry]
 
 
 def loop_of(eqn: JaxprEqn) -> Loop | None:
     """Returns the layout of a scan or while; None for other or opaque equations."""
-    if name_of(eqn) == "while":
-        params = eqn.params
+    params, name = eqn.params, name_of(eqn)
+    if name == "while":
         consts, offset = params["body_nconsts"], params["cond_nconsts"]
         return Loop(params["body_jaxpr"], consts, len(eqn.outvars), offset, None)
-    return scan_of(eqn)
-
-
-def scan_of(eqn: JaxprEqn) -> Loop | None:
-    """Returns the layout of a scan; None for other or opaque equations."""
-    bodies = subjaxprs(eqn) if name_of(eqn) == "scan" else []
+    bodies = subjaxprs(eqn) if name == "scan" else []
     if len(bodies) != 1 or not fits(bodies[0], len(eqn.invars), len(eqn.outvars)):
         return None
     inner = bare(bodies[0])
@@ -367,7 +357,7 @@ def scan_of(eqn: JaxprEqn) -> Loop | None:
     # The order is consts, carries, scanned. Any other layout is not known here.
     if not (all(same_in[:held]) and all(same_out[:carry]) and carry <= held):
         return None
-    return Loop(bodies[0], held - carry, carry, offset=0, trips=eqn.params["length"])
+    return Loop(bodies[0], held - carry, carry, offset=0, trips=params["length"])
 
 
 def repeats(eqn: JaxprEqn) -> int:
@@ -515,7 +505,10 @@ def map_jaxprs(fun: Callable[[Program], Program], eqn: JaxprEqn) -> dict[str, An
     """Returns the parameters of an equation, with `fun` applied to nested jaxprs."""
 
     def change(value: object) -> object:
-        return fun(value) if is_jaxpr(value) else value
+        return fun(value) if isinstance(value, (Jaxpr, ClosedJaxpr)) else value
+
+    def is_leaf(value: object) -> bool:
+        return not isinstance(value, (tuple, list))
 
     items = eqn.params.items()
-    return {k: jax.tree.map(change, v, is_leaf=is_no_sequence) for k, v in items}
+    return {k: jax.tree.map(change, v, is_leaf=is_leaf) for k, v in items}

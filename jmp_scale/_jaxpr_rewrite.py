@@ -1,4 +1,4 @@
-"""Transforms jaxprs: extracts equations, inlines calls, sets scopes and precisions."""
+"""Transforms jaxprs: extracts equations, inlines calls, sets scopes and products."""
 
 import functools
 import itertools
@@ -43,22 +43,6 @@ def without_common_scope(jaxpr: Jaxpr) -> tuple[NameStack, Jaxpr]:
     eqns = [_jaxpr.with_scopes(eqn, stack[depth:]) for eqn, stack in pairs]
     common = stacks[0][:depth] if stacks else NameStack()
     return common, jaxpr.replace(eqns=eqns)
-
-
-def with_precision(eqn: JaxprEqn, precision: str | None) -> JaxprEqn:
-    """Sets the precision of products that have none, in an equation and within."""
-    if precision is None:
-        return eqn
-    algorithm = getattr(jax.lax.DotAlgorithmPreset, precision, None)
-    level = algorithm or (jax.lax.Precision(precision),) * 2
-
-    def change(product: JaxprEqn) -> JaxprEqn:
-        is_set = product.params.get("precision", 0) is not None
-        if is_set or (algorithm and _jaxpr.name_of(product) != "dot_general"):
-            return product
-        return product.replace(params=product.params | {"precision": level})
-
-    return with_products(eqn, change)
 
 
 def with_products(eqn: JaxprEqn, change: Callable[[JaxprEqn], JaxprEqn]) -> JaxprEqn:

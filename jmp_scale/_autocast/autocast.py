@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from .. import _jaxpr
 from .._jaxpr import PRODUCTS, Program
-from .._policy import checked_half, is_half
+from .._policy import checked_half
 from .._state import is_checked
 from .._tree import is_module
 from .._validation import callers, require_bool, require_function, warn
@@ -192,7 +192,7 @@ def _warn_of_nothing(jaxpr: Program, notes: Notes) -> None:
     """Warns once where no product became half precision."""
     products = (e for e in _jaxpr.equations(jaxpr) if _jaxpr.name_of(e) in PRODUCTS)
     atoms = (v for e in products for v in (*e.invars, *e.outvars))
-    if not notes.any_half and not any(is_half(_jaxpr.dtype_name(v)) for v in atoms):
+    if not notes.any_half and not _jaxpr.any_half(atoms):
         notes.warn_once(
             "no product",
             "autocast: no product became half precision: there is none, or each is\n"

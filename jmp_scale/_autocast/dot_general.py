@@ -56,22 +56,29 @@ def by_platform(eqn: JaxprEqn) -> JaxprEqn:
     return eqn.replace(primitive=_OWN) if eqn.primitive is _JAXS else eqn
 
 
-def with_algorithms_by_platform(eqn: JaxprEqn) -> JaxprEqn:
-    """Leaves out the algorithm that a product names where a platform lacks it.
+def with_precision(eqn: JaxprEqn, setting: str | None) -> JaxprEqn:
+    """Sets the precision of products that have none, in an equation and within.
 
-    JAX's attention names one for float16, with which it does not run on a CPU.
+    The algorithm that one names is left out where a platform lacks it: JAX's attention
+    names one for float16, with which it does not run on a CPU.
     """
+    algorithm = getattr(lax.DotAlgorithmPreset, setting or "", None)
 
-    def names_one(eqn: JaxprEqn) -> bool:
-        is_dot = eqn.primitive is _JAXS
-        return is_dot and is_algorithm(eqn.params["precision"])
+    def change(product: JaxprEqn) -> JaxprEqn:
+        params, is_dot = product.params, _jaxpr.name_of(product) == "dot_general"
+        is_unset = params.get("precision", 0) is None
+        if setting and is_unset and (is_dot or not algorithm):
+            level = algorithm or (lax.Precision(setting),) * 2
+            product = product.replace(params=params | {"precision": level})
+        return by_platform(product) if _names_algorithm(product) else product
 
-    def own(product: JaxprEqn) -> JaxprEqn:
-        return by_platform(product) if names_one(product) else product
+    within = eqn, *_jaxpr.equations_within(eqn)
+    is_changed = setting or any(map(_names_algorithm, within))
+    return with_products(eqn, change) if is_changed else eqn
 
-    if any(map(names_one, (eqn, *_jaxpr.equations_within(eqn)))):
-        return with_products(eqn, own)
-    return eqn
+
+def _names_algorithm(eqn: JaxprEqn) -> bool:
+    return is_algorithm(eqn.params.get("precision"))
 
 
 def is_algorithm(precision: object) -> bool:

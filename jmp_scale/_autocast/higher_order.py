@@ -13,7 +13,6 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from .. import _jaxpr
 from .._jaxpr import JaxprEqn
-from .._policy import is_half
 from .._types import Arrays
 
 # "policy": of a checkpoint that chooses itself what is saved. "rule" and "tangents": of
@@ -26,45 +25,37 @@ Body = Callable[..., Callable[..., Arrays]]
 
 
 def _scan(eqn: JaxprEqn, operands: Arrays, body: Body) -> Arrays | None:
-    loop = _jaxpr.scan_of(eqn)
-    if loop is None:
+    """Runs a scan; a `scan3` passes values on in references, which iterations write."""
+    params, loop = _jaxpr.params_of(eqn), _jaxpr.loop_of(eqn)
+    if loop:
+        last = loop.consts + loop.carry
+        carried, scanned = range(loop.consts, last), [*range(last, len(operands))]
+        program, changed = loop.body, {*carried}
+    elif _jaxpr.name_of(eqn) == "scan3":
+        carried, scanned = (), [i for i, x in enumerate(params["extensives"]) if x]
+        program, atoms = params["jaxpr"], enumerate(eqn.invars)
+        changed = {i for i, v in atoms if _jaxpr.is_reference(v)}
+    else:
         return None
-    first, last = loop.consts, loop.consts + loop.carry
-    places = [None if first <= i < last else i for i in range(len(operands))]
-    function = body(loop.body, places, "loop")
+    places = [None if i in changed else i for i in range(len(operands))]
+    function = body(program, places, "loop")
 
     def step(carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
-        results = function(*operands[:first], *carry, *xs)
-        return results[: loop.carry], results[loop.carry :]
+        turn = [*operands]
+        for i, x in [*zip(carried, carry, strict=True), *zip(scanned, xs, strict=True)]:
+            turn[i] = x
+        results = function(*turn)
+        return results[: len(carried)], results[len(carried) :]
 
     carry, ys = lax.scan(
         step,
-        init=[*operands[first:last]],
-        xs=[*operands[last:]],
-        length=None if operands[last:] else loop.trips,  # it may be symbolic
-        reverse=eqn.params["reverse"],
-        unroll=eqn.params["unroll"],
+        init=[operands[i] for i in carried],
+        xs=[operands[i] for i in scanned],
+        length=None if scanned else params["length"],  # it may be symbolic
+        reverse=params["reverse"],
+        unroll=params["unroll"],
     )
     return [*carry, *ys]
-
-
-def _scan3(eqn: JaxprEqn, operands: Arrays, body: Body) -> Arrays:
-    """Runs a scan that passes values on in references, which its iterations write."""
-    params = _jaxpr.params_of(eqn)
-    are_scanned, atoms = params["extensives"], enumerate(eqn.invars)
-    places = [None if _jaxpr.is_reference(v) else i for i, v in atoms]
-    function = body(params["jaxpr"], places, "loop")
-    pairs = [*zip(operands, are_scanned, strict=True)]
-
-    def step(_: None, xs: Arrays) -> tuple[None, Arrays]:
-        turn = iter(xs)
-        return None, function(*(next(turn) if each else x for x, each in pairs))
-
-    scanned = [x for x, each in pairs if each]
-    options = {name: params[name] for name in ("reverse", "unroll")}
-    length = None if scanned else params["length"]  # it may be symbolic
-    _, ys = lax.scan(step, None, scanned, length, **options)
-    return ys
 
 
 def _while(eqn: JaxprEqn, operands: Arrays, body: Body) -> Arrays | None:
@@ -162,7 +153,7 @@ def _shard_map(eqn: JaxprEqn, operands: Arrays, body: Body) -> Arrays:
 # primitive; None if it cannot be called again.
 CALLS: dict[str, Callable[[JaxprEqn, Arrays, Body], Arrays | None]] = {
     "scan": _scan,
-    "scan3": _scan3,
+    "scan3": _scan,
     "while": _while,
     "cond": _cond,
     "jit": _jit,
@@ -199,9 +190,10 @@ def loops_that_add_up(eqn: JaxprEqn) -> list[JaxprEqn]:
     It is added to in each iteration: where it is the carry of a loop, or where a loop
     reads it within a call that is not entered, or that has a rule.
     """
-    if loop := _jaxpr.scan_of(eqn):
+    loop = _jaxpr.loop_of(eqn)
+    if loop and _jaxpr.name_of(eqn) == "scan":
         carry = eqn.invars[loop.consts : loop.consts + loop.carry]
-        return [eqn] if any(map(_is_in_half, carry)) else []
+        return [eqn] if _jaxpr.any_half(carry) else []
     if places_as_stored(eqn):
         return []
     found = []
@@ -210,9 +202,5 @@ def loops_that_add_up(eqn: JaxprEqn) -> list[JaxprEqn]:
         loop = _jaxpr.loop_of(each)
         if loop is not None and loop.trips != 1:
             read = each.invars[loop.offset : loop.offset + loop.consts]
-            found += [each] if any(map(_is_in_half, read)) else []
+            found += [each] if _jaxpr.any_half(read) else []
     return found
-
-
-def _is_in_half(atom: _jaxpr.Atom) -> bool:
-    return is_half(_jaxpr.dtype_name(atom))

@@ -1,13 +1,4 @@
-"""Evaluates a float32 program part by part, its products in half precision.
-
-A product reads half-precision copies of its operands. Its gradients flow to
-
-- a float32 argument, or what is computed from arguments alone: in float32, so that the
-  gradients of all products that read a weight are added in float32;
-- anything else, such as an activation: to its one half-precision copy, so that the
-  gradients of all products that read it are added in half precision. Over devices they
-  are added once, and communicated in half precision.
-"""
+"""Evaluates a float32 program part by part, its products in half precision."""
 
 import dataclasses
 import functools
@@ -21,19 +12,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .. import _jaxpr
 from .._jaxpr import JaxprEqn, Program, Var
-from .._jaxpr_rewrite import with_precision
 from .._policy import holds_half, is_half
 from .._types import Arrays
+from . import higher_order
 from .casting import Casting
 from .derivatives import noting, with_value
-from .dot_general import with_algorithms_by_platform
-from .higher_order import (
-    CALLS,
-    Part,
-    loops_that_add_up,
-    places_as_stored,
-    places_in_every_run,
-)
+from .dot_general import with_precision
+from .higher_order import Part
 from .products import becomes_half, has_products
 from .provenance import Origin, Step, read
 from .recompute.plan import Unit, make_plan
@@ -136,7 +121,11 @@ class Interpreter(Casting):
         return saved.astype(x.dtype)
 
     def operand(self, v: Var, values: Values) -> jax.Array:
-        """Returns the array to which products pass the gradient of an operand."""
+        """Returns the array to which products pass the gradient of an operand.
+
+        Of data it is the one half-precision copy: over devices the gradients of all
+        products that read it are added once, and communicated in half precision.
+        """
         in_half = values.reading.is_data(v) and _jaxpr.is_float32(v)
         return values.cast(v, self.backward) if in_half else values[v]
 
@@ -163,8 +152,7 @@ class Interpreter(Casting):
         inputs = self._inputs(eqn, values)
         if _jaxpr.subjaxprs(eqn):
             inputs = [*map(_with_cotangent_of_its_dtype, inputs)]
-        eqn = with_algorithms_by_platform(with_precision(eqn, self.setting))
-        return _jaxpr.evaluate(eqn, inputs)
+        return _jaxpr.evaluate(with_precision(eqn, self.setting), inputs)
 
     def _moved(self, eqn: JaxprEqn, values: Values) -> Stored:
         """Moves both arrays of a stored one."""
@@ -186,7 +174,7 @@ class Interpreter(Casting):
         It warns of a call that adds up the gradient of an operand in half precision.
         """
         inputs = [_jaxpr.value_of(v, values) for v in eqn.invars]
-        if values.stored and (loops := loops_that_add_up(eqn)):
+        if values.stored and (loops := higher_order.loops_that_add_up(eqn)):
             for i, v in enumerate(eqn.invars):
                 if isinstance(v, Var) and v in values.stored and holds_half(inputs[i]):
                     inputs[i] = self._noting(inputs[i], loops)
@@ -214,11 +202,11 @@ class Interpreter(Casting):
         So are those of half-precision arrays that a loop reads in each iteration.
         """
         operands = self._inputs(eqn, values)
-        for i in places_as_stored(eqn):
+        for i in higher_order.places_as_stored(eqn):
             v = eqn.invars[i]
             if isinstance(v, Var) and (x := values.stored.get(v)):
                 operands[i] = x.read(x.half.dtype)
-        for i in () if self.in_rule else places_in_every_run(eqn):
+        for i in () if self.in_rule else higher_order.places_in_every_run(eqn):
             v = eqn.invars[i]
             if isinstance(v, Var) and holds_half(operands[i]):
                 stored = values.stored.get(v) or Stored.of(operands[i])
@@ -246,15 +234,14 @@ class Interpreter(Casting):
             )
 
         primitive = _jaxpr.name_of(eqn)
-        if primitive in CALLS:
+        if primitive in higher_order.CALLS:
             with _jaxpr.scope(eqn.source_info.name_stack):
-                results = CALLS[primitive](eqn, operands, body)
+                results = higher_order.CALLS[primitive](eqn, operands, body)
             if results is not None:
                 return results
         # A call that reads half precision, as one marked by `in_half`, casts itself.
-        casts_itself = any(is_half(_jaxpr.dtype_name(v)) for v in eqn.invars)
         products = [*filter(becomes_half, _jaxpr.equations_within(eqn))]
-        if products and not casts_itself:
+        if products and not _jaxpr.any_half(eqn.invars):
             name, place = _jaxpr.name_of_call(eqn), _jaxpr.place_of([*products, eqn])
             self.notes.warn_once(
                 name,

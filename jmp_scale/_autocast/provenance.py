@@ -258,7 +258,9 @@ class Reading:
         """
         if has_products(eqn):
             return None if self.cast.is_exempt(eqn) else Step("call", eqn)
-        if _jaxpr.name_of(eqn) in _CALLS and (has_picks(eqn) or _reads_half(eqn)):
+        if _jaxpr.name_of(eqn) in _CALLS and (
+            has_picks(eqn) or _jaxpr.any_half(variables(eqn.invars))
+        ):
             return Step("call", eqn)
         return None
 
@@ -362,10 +364,6 @@ def _is_integer(v: Var) -> bool:
     return dtype_name(v).startswith(_INTEGERS)
 
 
-def _reads_half(eqn: JaxprEqn) -> bool:
-    return any(is_half(dtype_name(v)) for v in variables(eqn.invars))
-
-
 def _tables_of(jaxpr: Jaxpr) -> set[Var]:
     """Returns arrays of which rows are looked up, also after they are resharded.
 
@@ -416,4 +414,5 @@ def _is_opened(call: JaxprEqn, is_exempt: Callable[[JaxprEqn], bool]) -> bool:
     (body,) = map(_jaxpr.bare, _jaxpr.subjaxprs(call))
     lookups = (_jaxpr.name_of(e) in _jaxpr.LOOKUPS or is_cheap(e) for e in body.eqns)
     # A call such as `jnp.take` only moves entries or looks up rows.
-    return has_picks(call) or _reads_half(call) or all(lookups)
+    is_half = _jaxpr.any_half(variables(call.invars))
+    return has_picks(call) or is_half or all(lookups)

@@ -22,7 +22,7 @@ def has_bfloat16_units() -> bool:
 
     False where the operating system does not say it.
     """
-    return "amx_bf16" in _described("flags").split()
+    return any("amx_bf16" in flags.split() for flags in _values("flags"))
 
 
 def takes_bfloat16() -> bool:
@@ -35,13 +35,9 @@ def takes_bfloat16() -> bool:
 
 def processor_name() -> str:
     """Returns the number of processors and their name."""
-    count = len(_values("model name"))
-    named = platform.processor() or platform.machine()
-    return f"{count} x {_described('model name')}" if count else named
-
-
-def _described(field: str) -> str:
-    return next(iter(_values(field)), "")
+    if names := _values("model name"):
+        return f"{len(names)} x {names[0]}"
+    return platform.processor() or platform.machine()
 
 
 @functools.cache
@@ -56,24 +52,18 @@ def _values(field: str) -> tuple[str, ...]:
 def multiply(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     """Multiplies on the matrix units of a CPU for bfloat16, elsewhere in float32.
 
-    Args:
-      lhs: the left operand.
-      rhs: the right one.
-      params: those of JAX's `dot_general`, with the dtype of the result. Where that is
-        half precision and no matrix unit is used, the product is JAX's own.
+    Where no unit is used and the result is half precision, the product is JAX's own.
     """
     dot_general = jax.extend.core.primitives.dot_general_p.bind
     dtype = params["preferred_element_type"]
     is_bfloat16 = lhs.dtype == rhs.dtype == jnp.bfloat16
-    if takes_bfloat16() and is_bfloat16 and dtype is not None:
-        split = in_halves(lhs, rhs, params["dimension_numbers"])
-        if split is not None:
-            *pair, params["dimension_numbers"] = split
-            params["preferred_element_type"] = jnp.dtype("float32")
-            # Else a transpose of the program is folded into the product, which then
-            # has a form that the compiler's runtime does not take.
-            found = lax.optimization_barrier(dot_general(*pair, **params))
-            return found.astype(dtype)
+    is_on_units = takes_bfloat16() and is_bfloat16 and dtype is not None
+    if is_on_units and (split := in_halves(lhs, rhs, params["dimension_numbers"])):
+        *pair, params["dimension_numbers"] = split
+        params["preferred_element_type"] = jnp.dtype("float32")
+        # Else a transpose of the program is folded into the product, which then has a
+        # form that the compiler's runtime does not take.
+        return lax.optimization_barrier(dot_general(*pair, **params)).astype(dtype)
     if dtype == jnp.float32:
         lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
     return dot_general(lhs, rhs, **params)

@@ -383,8 +383,8 @@ def jvp_rule(eqn: JaxprEqn) -> CustomRule | None:
             return CustomRule(rule, [False] * len(eqn.outvars))
         # JAX asks of each tangent whether it is zero; the rule is traced for no zeros.
         primals = len(eqn.invars) - eqn.params["num_consts"]
-        traced = eqn.params["jvp_jaxpr_fun"].call_wrapped(*[False] * primals)
-        jaxpr, consts, zeros = traced
+        traced = eqn.params["jvp_jaxpr_fun"].call_wrapped
+        jaxpr, consts, zeros = traced(*[False] * primals)
         return CustomRule(ClosedJaxpr(bare(jaxpr), consts), zeros)
     return None
 

@@ -158,22 +158,17 @@ def autocast(
         try:
             results = cast.evaluate(jaxpr, origins, *arrays)
         except jax.errors.UnexpectedTracerError as error:
-            if not _closes_over_traced(jaxpr, error):
-                raise
-            raise jax.errors.UnexpectedTracerError(_CLOSURE) from error
+            called = map(_jaxpr.name_of, _jaxpr.equations(jaxpr))
+            has_rule = any(name.startswith("custom_vjp") for name in called)
+            if has_rule and "DynamicJaxprTracer" in str(error):
+                raise jax.errors.UnexpectedTracerError(_CLOSURE) from error
+            raise
         _warn_of_names("keep_float32", names, notes)
         _warn_of_names("float32_results", wide, notes)
         _warn_of_nothing(jaxpr, notes)
         return returned(results)
 
     return in_half_precision  # pyright: ignore[reportReturnType]
-
-
-def _closes_over_traced(jaxpr: Program, error: Exception) -> bool:
-    """Whether a `custom_vjp` function closes over what `autocast` traced before."""
-    names = map(_jaxpr.name_of, _jaxpr.equations(jaxpr))
-    has_rule = any(name.startswith("custom_vjp") for name in names)
-    return has_rule and "DynamicJaxprTracer" in str(error)
 
 
 def _warn_of_names(option: str, names: frozenset[str], notes: Notes) -> None:

@@ -1,8 +1,6 @@
 """Plans what runs together, what is saved for the backward pass, what is recomputed.
 
-The cheap operations between products form islands. An island and the products that
-read its results are a unit: the backward pass recomputes the island, and takes from
-that both the island's derivative and operands of the products' gradients. For
+For
 
 ```
 h = x + gelu(x @ w1) @ w2

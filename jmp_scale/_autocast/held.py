@@ -124,7 +124,7 @@ def _with_closure(fun: FunctionType, parts: list[Any]) -> FunctionType:
 
 
 def _partial(x: functools.partial[Any], parts: list[Any]) -> Any:
-    changed = copy.copy(x)
+    changed: Any = copy.copy(x)
     changed.__setstate__((*parts,))
     return changed
 

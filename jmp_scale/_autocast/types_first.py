@@ -83,7 +83,7 @@ def trace(fun: Callable[..., Any], args: PyTree, kwargs: PyTree) -> Traced:
     return wide._replace(returned=returned)
 
 
-def in_float32(program: Program, arrays: Arrays) -> list[jax.Array]:
+def in_float32(program: Any, arrays: Arrays) -> list[jax.Array]:
     """Evaluates a program with float32 in place of half-precision arrays."""
     pairs = zip(arrays, program.in_avals, strict=True)
     return jaxpr_as_fun(program)(

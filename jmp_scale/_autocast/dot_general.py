@@ -147,20 +147,12 @@ def _product_in_order(
     if axes != sorted(axes):
         axes = [*batch, *own, *inner]
         pair, numbers = pair[::-1], [each[::-1] for each in numbers]
-    found = lax.dot_general(
-        *pair,
-        (numbers[0], numbers[1]),
-        params["precision"],
-        params["preferred_element_type"],
-    )
+    precision, dtype = params["precision"], params["preferred_element_type"]
+    found = lax.dot_general(*pair, (numbers[0], numbers[1]), precision, dtype)
     return lax.transpose(found, np.argsort(axes)).astype(unknown.dtype)
 
 
-def _batched(
-    axis: Any, operands: Any, axes: Any, **params: Any
-) -> tuple[jax.Array, int | None]:
-    if all(each is None for each in axes):
-        return _OWN.bind(*operands, **params), None
+def _batched(operands: Any, axes: Any, **params: Any) -> tuple[jax.Array, int]:
     product = functools.partial(_JAXS.bind, **params)
     return _lowered_by_platform(jax.vmap(product, axes), *operands), 0
 
@@ -185,4 +177,4 @@ mlir.register_lowering(_OWN, mlir.lower_fun(_plain, multiple_results=False))
 _ON_CPU = mlir.lower_fun(_on_cpu, multiple_results=False)
 mlir.register_lowering(_OWN, _ON_CPU, platform="cpu")
 ad.defbilinear(_OWN, _transposed, _transposed)
-batching.fancy_primitive_batchers[_OWN] = _batched
+batching.primitive_batchers[_OWN] = _batched

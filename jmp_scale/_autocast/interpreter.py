@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -76,24 +76,21 @@ class Interpreter(Casting):
 
     def evaluate_unit(self, unit: Unit, values: Values) -> None:
         """Adds the values that an island and its products compute."""
-        inputs = unit.jaxpr.invars
+        inputs, passed = unit.jaxpr.invars, unit.passed
         read = UnitInputs(
             island=[values[v] for v in inputs],
-            passed=[self.operand(v, values) for v in unit.passed],
-            island_copies=[self.saved(v, values, as_is=True) for v in inputs],
-            passed_copies=[
-                self.saved(v, values, as_is=v in inputs) for v in unit.passed
-            ],
+            passed=[self.operand(v, values) for v in passed],
+            island_copies=[self.saved(v, values, wide=True) for v in inputs],
+            passed_copies=[self.saved(v, values, wide=v in inputs) for v in passed],
         )
         # Units share a function if the facts that `==` ignores are equal too.
         results = self.traces.made(function_of, unit, self, unit.not_compared)(read)
-        outputs = unit.results
         for i, x in results.saved.items():
-            values.casts[outputs[i], self.forward] = x
-        self.add({outputs[i]: x for i, x in results.island.items()}, values)
+            values.casts[unit.results[i], self.forward] = x
+        self.add(dict(zip(unit.results, results.island.values(), strict=True)), values)
         self.notes.any_half |= bool(unit.products)
-        made = {unit.products[k].product.result: x for k, x in results.products.items()}
-        self.add(made, values)
+        made = [each.product.result for each in unit.products]
+        self.add(dict(zip(made, results.products.values(), strict=True)), values)
 
     def evaluate_step(self, step: Step, values: Values) -> None:
         """Adds the values of an equation's results."""
@@ -129,18 +126,18 @@ class Interpreter(Casting):
         in_half = values.reading.is_data(v) and _jaxpr.is_float32(v)
         return values.cast(v, self.backward) if in_half else values[v]
 
-    def saved(self, v: Var, values: Values, *, as_is: bool = False) -> jax.Array:
+    def saved(self, v: Var, values: Values, *, wide: bool) -> jax.Array:
         """Returns the residual of a value: its half-precision copy, or itself.
 
         Weights are cast once for both passes: where they are split over devices, the
         compiler then gathers them as in a cast by hand. But in a loop their copies
-        would be saved in each iteration. `as_is`: float32 is needed, if the value is
+        would be saved in each iteration. `wide`: float32 is needed, if the value is
         not stored in half precision.
         """
         if v in values.stored:
             return values.stored[v].copy
-        as_is = as_is or (self.in_loop and v in values.reading.given)
-        if v not in values.reading.halves and (as_is or not _jaxpr.is_float32(v)):
+        wide = wide or (self.in_loop and v in values.reading.given)
+        if v not in values.reading.halves and (wide or not _jaxpr.is_float32(v)):
             return values[v]
         return values.cast(v, self.forward)
 
@@ -221,17 +218,10 @@ class Interpreter(Casting):
             known = place is not None
             return values.reading.origin(eqn.invars[place]) if known else Origin.DATA
 
-        def body(
-            jaxpr: Program,
-            places: Sequence[int | None],
-            part_of: Part,
-        ) -> Callable[..., list[jax.Array]]:
+        def body(jaxpr: Program, places: Sequence[int | None], part_of: Part) -> Any:
             # The evaluation of equal programs is one object, which JAX traces once.
-            known = jaxpr, tuple(map(origin_of, places))
-            nested = self.within(eqn, part_of)
-            return self.traces.made(
-                functools.partial, Interpreter.evaluate, nested, *known
-            )
+            facts = self.within(eqn, part_of), jaxpr, tuple(map(origin_of, places))
+            return self.traces.made(functools.partial, Interpreter.evaluate, *facts)
 
         primitive = _jaxpr.name_of(eqn)
         if primitive in higher_order.CALLS:

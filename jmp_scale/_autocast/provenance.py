@@ -1,5 +1,6 @@
 """Reads a float32 program: what each equation is, and where each value comes from."""
 
+import collections
 import dataclasses
 import enum
 import functools
@@ -20,15 +21,7 @@ from .._types import PyTree
 from .biases import BETWEEN, sizes_of_expensive, with_rounding
 from .casting import Casting
 from .picks import as_pick, has_picks, may_pick
-from .products import (
-    Fate,
-    Product,
-    fate,
-    has_products,
-    is_cheap,
-    looks_up_rows,
-    matrix_sizes,
-)
+from .products import Fate, Product, fate, has_products, is_cheap, looks_up_rows
 
 _INTEGERS = "bool", "int", "uint"
 # Calls that are evaluated anew if they pick entries.
@@ -61,17 +54,6 @@ class Provenance(NamedTuple):
     # Whether it is computed from a float32 argument, so that a matrix product returns
     # its gradient in float32.
     has_float32_grad: bool = False
-
-
-class Provenances(dict[Var, Provenance]):
-    """The provenance of each variable; nothing is known of one without an entry."""
-
-    def __missing__(self, v: Var) -> Provenance:
-        return Provenance()
-
-    def all_have(self, inputs: Iterable[Var], fact: str) -> bool:
-        """Whether a fact, such as "is_fixed", holds for all values."""
-        return all(getattr(self[v], fact) for v in inputs)
 
 
 class Step(NamedTuple):
@@ -113,7 +95,8 @@ class Reading:
     given: Mapping[Var, Provenance]  # of inputs and constants that are not data
 
     def __post_init__(self) -> None:
-        self.provenance = Provenances(self.given)
+        # Nothing is known of a variable without an entry.
+        self.provenance = collections.defaultdict(Provenance, self.given)
         # The equations of `jaxpr` whose results or effects are wanted.
         self.steps: list[Step] = []
         # `checkpoint_name`s of results of products. The array that is saved gets the
@@ -219,7 +202,7 @@ class Reading:
     def _pick(self, eqn: JaxprEqn) -> Step | None:
         """A pick of data becomes a comparison."""
         table = variables(eqn.invars[:1])
-        if not may_pick(eqn) or self.provenance.all_have(table, "origin"):
+        if not may_pick(eqn) or self._have(table, "origin"):
             return None
         return Step("other", as_pick(eqn, self._equation_of, self.constants))
 
@@ -282,7 +265,7 @@ class Reading:
         eqns = [*left, *right, eqn]
         whole = _jaxpr_rewrite.excerpt(self.jaxpr, eqns, inputs, eqn.outvars)
         scope, jaxpr = _jaxpr_rewrite.without_common_scope(whole)
-        is_dot = matrix_sizes(eqn) is not None
+        is_dot = _jaxpr.name_of(eqn) == "dot_general"
         half = {*filter(is_half, map(self._stored_in, operands))}
         is_own = len(half) == 1 and self.cast.forward.name not in half
         return Product(
@@ -316,25 +299,30 @@ class Reading:
 
     def _provenance(self, step: Step) -> Provenance:
         """Returns the provenance of an equation's results."""
-        eqn, known, inputs = step.eqn, self.provenance, variables(step.eqn.invars)
+        eqn, inputs = step.eqn, variables(step.eqn.invars)
         if any(map(_jaxpr.is_reference, [*inputs, *eqn.outvars])):
             return Provenance()  # what a reference holds changes
         numbers = itertools.filterfalse(_is_integer, inputs)
         data = Provenance(
-            is_constant=step.kind != "call" and known.all_have(numbers, "is_constant"),
-            is_fixed=known.all_have(inputs, "is_fixed"),
+            is_constant=step.kind != "call" and self._have(numbers, "is_constant"),
+            is_fixed=self._have(inputs, "is_fixed"),
         )
         # A layer of a stack of weights is one at any index, as of a loop's counter.
         is_lookup = _jaxpr.name_of(eqn) in _jaxpr.LOOKUPS
         sources = variables(eqn.invars[:1]) if is_lookup else inputs
-        if self._returns_data(step) or not known.all_have(sources, "origin"):
+        if self._returns_data(step) or not self._have(sources, "origin"):
             return data
+        known = [self.provenance[v] for v in sources]
         scales = _jaxpr.name_of(eqn) in _jaxpr.SCALINGS
-        highest = max((known[v].origin for v in sources), default=Origin.ARGUMENTS)
+        highest = max((each.origin for each in known), default=Origin.ARGUMENTS)
         return data._replace(
             origin=highest if scales else Origin.ARGUMENTS,
-            has_float32_grad=any(known[v].has_float32_grad for v in sources),
+            has_float32_grad=any(each.has_float32_grad for each in known),
         )
+
+    def _have(self, inputs: Iterable[Var], fact: str) -> bool:
+        """Whether a fact, such as "is_fixed", holds for all values."""
+        return all(getattr(self.provenance[v], fact) for v in inputs)
 
     def _returns_data(self, step: Step) -> bool:
         """Whether results are data even if the operands are arguments.
@@ -348,8 +336,7 @@ class Reading:
         if any(fate(product) is Fate.IS_HALF for product in products):
             return True
         indices = variables(step.eqn.invars[1:2])
-        is_fixed = self.provenance.all_have(indices, "is_fixed")
-        return looks_up_rows(step.eqn) and not is_fixed
+        return looks_up_rows(step.eqn) and not self._have(indices, "is_fixed")
 
     def _drop_unread_steps(self) -> None:
         wanted, steps = {*variables(self.jaxpr.outvars)}, list[Step]()

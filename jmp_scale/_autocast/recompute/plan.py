@@ -140,17 +140,15 @@ class _Levels:
         self._starts = self._levels(inputs)  # of the inputs of each equation
         self._delay()
 
-    def _repeated(self, cheap: Sequence[bool], given: Iterable[Var]) -> set[Var]:
+    def _repeated(self, cheap: Sequence[bool], given: Collection[Var]) -> set[Var]:
         """Returns what few cheap equations compute from arguments alone."""
         counts = dict.fromkeys(given, 0)  # of these equations
-        found: set[Var] = set()
         for step, is_repeatable in zip(self._steps, cheap, strict=True):
             if is_repeatable and all(v in counts for v in step.invars):
                 count = 1 + sum(counts[v] for v in step.invars)
                 if count <= _MOST_REPEATED:
                     counts.update(dict.fromkeys(step.outvars, count))
-                    found.update(step.outvars)
-        return found
+        return counts.keys() - given
 
     def _steps_without_tangents(self, inputs: Iterable[Var]) -> list[bool]:
         """Says which steps no tangent of a floating-point input reaches."""

@@ -68,13 +68,8 @@ def linear(fun: Callable[[A, B], C], residuals: A, tangents: B) -> C:
     """Returns `fun(residuals, tangents)`, whose transpose saves the residuals alone.
 
     What a rule for derivatives computes from residuals would be saved for the backward
-    pass, unless that computes it itself, as of a checkpoint.
-
-    Args:
-      fun: a function of two pytrees of arrays, linear in the second one. It may close
-        over traced arrays, which are residuals too.
-      residuals: arrays for the backward pass; those that `fun` reads are saved.
-      tangents: the arrays in which it is linear.
+    pass, unless that computes it itself, as of a checkpoint. `fun` is linear in the
+    tangents, and may close over traced arrays, which are residuals too.
     """
     if getattr(jax.config, "jax_remat3", False):  # its checkpoints have no transpose
         return fun(residuals, tangents)

@@ -116,9 +116,8 @@ def _marked(name: str, fun: F, run: Callable[..., Any]) -> F:
         )
     require_callable(name, fun, f"write {name}(fun)(x)")
     leaves = jax.tree.leaves(fun)
-    if is_module(fun) or any(
-        isinstance(x, float) or hasattr(x, "dtype") for x in leaves
-    ):
+    has_arrays = any(isinstance(x, float) or hasattr(x, "dtype") for x in leaves)
+    if has_arrays or is_module(fun):
         return MarkedLayer(fun, run)  # pyright: ignore[reportReturnType]
 
     @functools.wraps(fun)

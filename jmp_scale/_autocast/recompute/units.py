@@ -146,17 +146,31 @@ class _Passes:
     def tangents(
         self, residuals: Residuals, live: tuple[ByPosition, ByPosition]
     ) -> tuple[ByPosition, ByPosition]:
-        """Returns the tangents of the island's results and of the products."""
-        island, passed = self._apart(residuals.island), [*residuals.passed]
-        for j, i in self.unit.passed_inputs:
-            passed[j] = island.inputs[i]
-        read = Residuals(island, passed, residuals.originals)
-        of_island, operands = self._recomputed(read, live[0])
+        """Recomputes the island: tangents of its results, and those of the products."""
+        unit, cast, originals = self.unit, self.cast, residuals.originals
+        read, passed = self._apart(residuals.island), [*residuals.passed]
+        for j, i in unit.passed_inputs:
+            passed[j] = read.inputs[i]
+        of_island, results = {}, {}
+        with _jaxpr.scope(unit.scope):
+            if unit.jaxpr.eqns:
+                recompute = cast.traces.made(_recomputation, unit)
+                inputs = originals.inputs if originals else None
+                of_island, results = recompute(read, inputs, live[0])
+            copies = self._copies_of(results) | read.saved
+            operands = results | copies | self._passed(passed)
+            if originals:
+                wide = results | originals.operands
+                # Second derivatives need the range of `backward`, which float16 lacks.
+                for i in unit.operands:
+                    copy = operands[i].astype(cast.forward)
+                    original = wide[i].astype(cast.backward)
+                    operands[i] = with_value(original, copy.astype(cast.backward))
         # Cast once, so that cotangents of what several products read are added in half.
-        is_data, backward = self.unit.places("is_data"), self.cast.backward
+        is_data = unit.places("is_data")
         of_operands = {
-            i: of_island[i].astype(backward) if i in is_data else of_island[i]
-            for i in self.unit.operands.intersection(of_island)
+            i: of_island[i].astype(cast.backward) if i in is_data else of_island[i]
+            for i in unit.operands.intersection(of_island)
         }
         return of_island, self._of_products(operands, of_operands | live[1])
 
@@ -168,29 +182,6 @@ class _Passes:
         """
         has_barrier = self.cast.recompute and not self.cast.in_loop
         return jax.tree.map(_behind_barrier, x) if has_barrier else x
-
-    def _recomputed(
-        self, read: Residuals, live: ByPosition
-    ) -> tuple[ByPosition, ByPosition]:
-        """Recomputes the island: tangents of its results, and all operands."""
-        originals, tangents, results = read.originals, {}, {}
-        with _jaxpr.scope(self.unit.scope):
-            if self.unit.jaxpr.eqns:
-                recompute = self.cast.traces.made(_recomputation, self.unit)
-                inputs = originals.inputs if originals else None
-                tangents, results = recompute(read.island, inputs, live)
-            operands = results | self._copies_of(results) | read.island.saved
-            operands |= self._passed(read.passed)
-            if originals:
-                wide = results | originals.operands
-                # Second derivatives need the range of `backward`, which float16 lacks.
-                for i in self.unit.operands:
-                    copy = operands[i].astype(self.cast.forward)
-                    operands[i] = with_value(
-                        wide[i].astype(self.cast.backward),
-                        copy.astype(self.cast.backward),
-                    )
-        return tangents, operands
 
     def _of_products(self, operands: ByPosition, live: ByPosition) -> ByPosition:
         """Returns the tangents of products of which an operand has a tangent."""

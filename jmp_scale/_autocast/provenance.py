@@ -165,9 +165,10 @@ class Reading:
         Proven is that the gradient of the one is rounded anyway, and that of the other
         a sum of several entries. The gradient of a stream has the sum's, unrounded.
         """
+        if _jaxpr.name_of(eqn) != "add" or not is_float32(eqn.outvars[0]):
+            return None
         pair, size = variables(eqn.invars), _jaxpr.size(eqn.outvars[0])
-        is_sum = _jaxpr.name_of(eqn) == "add" and is_float32(eqn.outvars[0])
-        if not is_sum or size not in self._expensive or len(pair) != 2:
+        if size not in self._expensive or len(pair) != 2:
             return None
         sources = [self._before(v, BETWEEN)[0] for v in pair]
 

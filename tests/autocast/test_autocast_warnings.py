@@ -202,33 +202,21 @@ def test_jet_raises_what_jax_says_and_blames_no_custom_vjp():
     assert "custom_vjp" not in str(caught.value)
 
 
-def branching(w, batch, *rest, scale=1.0):
-    return jnp.sum(w @ w) * scale if batch["x"].sum() > 0 else rest
-
-
-def as_numpy(w, batch, *rest, scale=1.0):
-    return jnp.sum(w) * np.asarray(rest[0]["y"]).sum()
-
-
-def as_index(w, batch, *rest, scale=1.0):
-    return [w][batch["n"]]
-
-
-def configured(name, w, batch, *rest, scale=1.0):
-    return branching(w, batch, *rest, scale=scale)
+ERRORS = {
+    "a branch": lambda w, batch, *_, scale=1.0: w * scale if batch["x"][0, 0] else w,
+    "NumPy": lambda w, batch, *rest, scale=1.0: np.asarray(rest[0]["y"]).sum(),
+    "an index": lambda w, batch, *_, scale=1.0: [w][batch["n"]],
+}
+ERRORS["partials"] = functools.partial(functools.partial(ERRORS["a branch"]), scale=3.0)
+ERRORS["a configuration"] = functools.partial(
+    lambda name, w, batch, *_, scale=1.0: float(batch["n"]), "relu"
+)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "fun",
-    [
-        *(branching, as_numpy, as_index),
-        functools.partial(functools.partial(branching), scale=3.0),
-        functools.partial(configured, "relu"),
-    ],
-)
-def test_an_error_while_it_traces_names_function_and_argument_as_jit_does(fun, dtype):
-    w = W.astype(dtype)
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_while_it_traces_names_function_and_argument_as_jit_does(name, dtype):
+    fun, w = ERRORS[name], W.astype(dtype)
     args = w, {"n": jnp.int32(0), "x": X}, {"y": w}
 
     def message(transformed):

@@ -69,7 +69,7 @@ class Fields:
     layers: Any
     seen: Any
     calls: int = 0
-    run = __call__ = Node.__call__
+    __call__ = Node.__call__
 
 
 @jax.tree_util.register_dataclass
@@ -142,7 +142,6 @@ HOLDERS = {
     "method": lambda held, seen: Node(held, seen).__call__,
     "node": Node,
     "dataclass": Fields,
-    "method of a dataclass": lambda held, seen: Fields(held, seen).run,
     "slots": Slots,
     "tuple": lambda held, seen: functools.partial(
         lambda t, x: chain(t.layers, t.seen, x), Tuple(held, seen)
@@ -201,43 +200,20 @@ class Spread(Node):
         return cls(dict(zip("ab", children, strict=True)))
 
 
-class Slot:
-    __slots__ = ("scale",)
-
-
-class Beside(Slot):
-    """What one of its classes has in a slot is no attribute."""
-
-    __slots__ = ("__dict__", "__weakref__")
-    __init__, __call__ = Node.__init__, Node.__call__
-
-
-class Layers(tuple):
-    __call__ = lambda self, x: chain(self[0], [], x)  # noqa: E731
-
-
 class Sized(collections.namedtuple("Sized", "layers size")):
     """A tuple that cannot be made of its parts."""
 
-    __call__ = Layers.__call__
+    __call__ = lambda self, x: chain(self[0], [], x)  # noqa: E731
 
     def __new__(cls, held):
         return super().__new__(cls, held, len(held))
 
 
-jax.tree_util.register_pytree_node(
-    Beside, lambda x: ((x.layers,), None), lambda _, children: Beside(*children)
-)
-jax.tree_util.register_pytree_node(
-    Layers, lambda x: (tuple(x), None), lambda _, children: Layers(children)
-)
 MADE = {
     "partial": lambda held: functools.partial(chain, held, []),
     "function": lambda held: lambda x: chain(held, [], x),
     "node": lambda held: Node(held, []),
     "other children": lambda held: Spread(held, []),
-    "slot": lambda held: Beside(held, []),
-    "tuple": lambda held: Layers((held,)),
     "made otherwise": lambda held: Sized(held),
 }
 

@@ -573,24 +573,6 @@ def test_no_loop_reads_a_float32_copy_of_a_weight(name):
     assert max(sizes, default=0) < N * N
 
 
-def test_branches_of_half_precision_arrays_are_no_worse_than_without():
-    """They cannot be traced as float32: both have one dtype."""
-
-    def loss(w, d):
-        zeros = jnp.zeros((N, N), "bfloat16")
-        chosen = lax.cond(d.x[0, 0, 0] > -9, lambda: w, lambda: zeros)
-        return near(jnp.tanh(d.x[0] @ n32(chosen)))
-
-    plain, cast = (
-        jax.jit(jax.value_and_grad(f))(W.astype("bfloat16"), DATA)
-        for f in (loss, autocast(loss, "bfloat16"))
-    )
-    assert [x.dtype for x in cast] == [x.dtype for x in plain]
-    np.testing.assert_allclose(cast[0], plain[0], rtol=0.05)
-    # Both have the roundings of half-precision programs, in other places.
-    assert distance(flat(cast[1]), flat(plain[1])) < 0.1
-
-
 def test_layers_that_compare_dtypes_take_half_precision_weights():
     layer = eqx.nn.Conv2d(3, 4, 3, dtype="bfloat16", key=jax.random.key(0))
     x = jnp.ones((3, 8, 8))

@@ -28,12 +28,17 @@ W, X, V, B3, IMAGE = arrays((N, N), (8, N), (N,), (4, 8, N), (2, 8, 8, 3))
 (K3,) = arrays((3, 3, 3, 4))
 
 
-def program(fun=None, *, name=None, args=(W, X), halves=True):
+def program(fun=None, *, args=(W, X), halves=True):
     """Registers a loss of weights and more; `halves`: no product stays float32."""
     if fun is None:
         return functools.partial(program, args=args, halves=halves)
-    PROGRAMS[name or fun.__name__] = (fun, args, halves)
+    PROGRAMS[fun.__name__] = (fun, args, halves)
     return fun
+
+
+def of(expression, *args, halves=True):
+    """A program whose loss is the mean square of an expression."""
+    return lambda *args: mean_square(expression(*args)), args or (W, X), halves
 
 
 def mean_square(x):
@@ -71,12 +76,6 @@ def attention(w, x):
     scores = q @ jnp.swapaxes(k, 1, 2) / 4
     mask = jnp.tril(jnp.ones((8, 8), bool))[None]
     return mean_square(jax.nn.softmax(jnp.where(mask, scores, -1e9)) @ v)
-
-
-@program
-def softmax_without_a_rule(w, x):
-    with jax.softmax_custom_jvp(False):
-        return mean_square(jax.nn.softmax(x @ w) @ w)
 
 
 @program
@@ -129,26 +128,6 @@ def opaque(w, x):
 
 
 opaque.defvjp(lambda w, x: (x @ w, (w, x)), lambda r, g: (r[1].T @ g, g @ r[0].T))
-
-
-@program(halves=False)
-def custom_vjp_with_products(w, x):
-    return mean_square(opaque(w, layer(w, x)))
-
-
-@program(args=(K3, IMAGE))
-def convolution_with_strides_and_dilation(k, x):
-    return mean_square(convolve(x, k, (2, 1), ((1, 1), (1, 0)), (1, 2), (2, 2)))
-
-
-@program(args=(K3.reshape(3, 3, 1, 12)[..., :6], IMAGE))
-def grouped_convolution(k, x):
-    return mean_square(convolve(x, k, (1, 1), "SAME", feature_group_count=3))
-
-
-@program(args=(jnp.stack([W, W.T]), X))
-def ragged_dot(w, x):
-    return mean_square(lax.ragged_dot(x, w, jnp.array([3, 5])))
 
 
 @program
@@ -214,20 +193,31 @@ def contexts_that_change_within_an_island(w, x):
     return mean_square(jnp.cos(z + y) @ w)
 
 
-# Programs of one expression: the loss is the mean square of what they give.
-EXPRESSIONS = {
-    "reshaped_weight": lambda w, x: (
-        x.reshape(4, 2, N) @ w.T.reshape(N, 4, 4).reshape(N, N)
+PROGRAMS |= {
+    "reshaped_weight": of(
+        lambda w, x: x.reshape(4, 2, N) @ w.T.reshape(N, 4, 4).reshape(N, N)
     ),
-    "inner_jit": lambda w, x: jax.jit(layer)(w, jax.jit(jax.jit(layer))(w, x)),
-    "remat": lambda w, x: jax.checkpoint(layer)(w, jax.checkpoint(layer)(w, x)),
-    "custom_jvp": lambda w, x: product_with_a_rule(w, layer(w, x)),
-    "custom_vjp_without_products": lambda w, x: clipped(2 * x @ w) @ w,
-    "vmap": lambda w, x: jax.vmap(lambda y: jax.nn.relu(w @ y) @ w)(x) @ w,
-    "associative_scan": lambda w, x: (
-        lax.associative_scan(jnp.multiply, 1 + layer(w, x) / 4, axis=0) @ w
+    "inner_jit": of(lambda w, x: jax.jit(layer)(w, jax.jit(jax.jit(layer))(w, x))),
+    "remat": of(lambda w, x: jax.checkpoint(layer)(w, jax.checkpoint(layer)(w, x))),
+    "custom_jvp": of(lambda w, x: product_with_a_rule(w, layer(w, x))),
+    "custom_vjp_without_products": of(lambda w, x: clipped(2 * x @ w) @ w),
+    "custom_vjp_with_products": of(lambda w, x: opaque(w, layer(w, x)), halves=False),
+    "softmax_without_a_rule": of(
+        jax.softmax_custom_jvp(False)(lambda w, x: jax.nn.softmax(x @ w) @ w)
     ),
-    "constants": lambda w, x: layer(W, layer(w, x + np.ones((1, N), np.float32))),
+    "vmap": of(lambda w, x: jax.vmap(lambda y: jax.nn.relu(w @ y) @ w)(x) @ w),
+    "associative_scan": of(
+        lambda w, x: lax.associative_scan(jnp.multiply, 1 + layer(w, x) / 4, axis=0) @ w
+    ),
+    "constants": of(lambda w, x: layer(W, layer(w, x + np.ones((1, N), np.float32)))),
+    "convolution_with_strides_and_dilation": of(
+        lambda k, x: convolve(x, k, (2, 1), ((1, 1), (1, 0)), (1, 2), (2, 2)), K3, IMAGE
+    ),
+    "grouped_convolution": of(
+        lambda k, x: convolve(x, k, (1, 1), "SAME", feature_group_count=3),
+        *(K3.reshape(3, 3, 1, 12)[..., :6], IMAGE),
+    ),
+    "ragged_dot": of(
+        lambda w, x: lax.ragged_dot(x, w, jnp.array([3, 5])), jnp.stack([W, W.T]), X
+    ),
 }
-for name, expression in EXPRESSIONS.items():
-    program(lambda w, x, f=expression: mean_square(f(w, x)), name=name)

@@ -23,6 +23,13 @@ def test_nnx_modules_are_refused_and_the_right_function_is_named():
         autocast(lambda d: 0.0, "float16")({"models": [model]})
 
 
+def test_a_class_of_nnx_names_its_products():
+    model = nnx.Linear(N, N, rngs=nnx.Rngs(0))
+    loss = lambda model, x: model(x) @ model.kernel[...]  # noqa: E731
+    half = jmp_scale.nnx.autocast(loss, "float16", keep_float32="Linear")
+    assert products(functools.partial(half, model), X) == [F32, F16]
+
+
 def test_layers_of_linen_with_state_work_in_keep_float32():
     class Net(linen.Module):
         @linen.compact

@@ -15,7 +15,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
-import jmp_scale.nnx
 from jmp_scale import autocast
 from jmp_scale._autocast import products as ops
 from jmp_scale._autocast.products import Fate, fate
@@ -125,18 +124,6 @@ def in_nnx(x, w):
     return layer(x)
 
 
-def nnx_autocast(fun, dtype, **options):
-    """Of a function of a module."""
-    layer = nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(0))
-    half = jmp_scale.nnx.autocast(lambda layer, x: layer(x), dtype, **options)
-
-    def run(x, w):
-        layer.kernel[...] = w
-        return half(layer, x)
-
-    return run
-
-
 NAMED = {
     "a function": ("head", head, X, W),
     "a convolution": ("convolution", convolution, IMAGE, K3),
@@ -144,7 +131,6 @@ NAMED = {
     "a Linen module": ("lm_head", in_linen, X, W),
     "a class of Linen": ("Dense", in_linen, X, W),
     "a class of NNX": ("Linear", in_nnx, X, W),
-    "nnx.autocast": ("Linear", in_nnx, X, W),
 }
 
 
@@ -152,8 +138,7 @@ NAMED = {
 @pytest.mark.parametrize("name", NAMED)
 def test_a_named_product_has_half_operands_and_a_float32_result(name, recompute):
     called, fun, *args = NAMED[name]
-    cast = nnx_autocast if name == "nnx.autocast" else autocast
-    half = functools.partial(cast, fun, "bfloat16", recompute=recompute)
+    half = functools.partial(autocast, fun, "bfloat16", recompute=recompute)
     # Half operands have exact products, whose sums are float32.
     exact = fun(*(x.astype("bfloat16").astype("float32") for x in args))
     found = half(float32_results=(called,))(*args)

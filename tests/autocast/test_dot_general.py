@@ -133,15 +133,12 @@ def test_a_product_of_halves_is_the_product(name):
 
 FORMS = {
     "x @ w": lambda w, x: x @ w,
-    "(x @ w).T": lambda w, x: (x @ w).T,
     "x @ w.T": lambda w, x: x @ w.T,
     "w @ x.T": lambda w, x: w @ x.T,
     "a batch": lambda w, x: jnp.einsum(
         "ni,nij->nj", x, jnp.sin(x)[:, :, None] * w[None]
     ),
-    "three axes": lambda w, x: jnp.einsum("nki,ij->kjn", jnp.stack([x, -x], 1), w),
     "vmap": lambda w, x: jax.vmap(lambda row: w.T @ row)(x),
-    "vmap over weights": lambda w, x: jax.vmap(lambda m: x @ m)(jnp.stack([w, w.T])),
     "solve": lambda w, x: jnp.linalg.solve(2 * jnp.eye(len(w)) + w / 9, (x @ w).T),
     "remat": lambda w, x: jax.checkpoint(lambda w, x: jnp.tanh(x @ w) @ w)(w, x),
     "layers": lambda w, x: lax.scan(
@@ -152,7 +149,6 @@ FORMS = {
 # Rows of x, size of w, axes of the mesh that splits the rows, dtype of what is stored.
 ON_UNITS = {
     "even": (8, 16, None, "float32"),
-    "odd": (3, 5, None, "float32"),
     "one row": (1, 4, None, "float32"),
     "odd rows, stored": (7, 6, None, "bfloat16"),
     "odd size, stored": (8, 33, None, "bfloat16"),

@@ -54,15 +54,6 @@ def in_chunks(body):
     return loss
 
 
-def by_devices(loss):
-    return jax.shard_map(
-        lambda *args: lax.psum(of_logits(loss)(*args), "i"),
-        mesh=ONE_AXIS,
-        in_specs=(P("i"), P("i"), P("i"), P()),
-        out_specs=P(),
-    )
-
-
 def negative_log(logits, labels):
     return -jnp.sum(along(log_softmax(logits), labels))
 
@@ -78,27 +69,30 @@ def halves(x):
     return x.reshape(2, 4, *x.shape[1:])
 
 
-FORMS = {
-    "optax": of_logits(lambda x, y: jnp.mean(entropy(x, y))),
-    "along the first axis": of_logits(
-        lambda x, y: jnp.sum(along(log_softmax(x.T, axis=0), y, axis=0))
+LOSSES = {
+    "optax": lambda x, y: jnp.mean(entropy(x, y)),
+    "along the first axis": lambda x, y: jnp.sum(
+        along(log_softmax(x.T, axis=0), y, axis=0)
     ),
-    "rows of vmap": of_logits(
-        lambda x, y: jnp.sum(jax.vmap(lambda row, label: row[label])(log_softmax(x), y))
+    "rows of vmap": lambda x, y: jnp.sum(
+        jax.vmap(lambda row, label: row[label])(log_softmax(x), y)
     ),
-    "three columns": of_logits(
-        lambda x, y: jnp.sum(
-            log_softmax(halves(x))[
-                jnp.arange(2)[:, None], np.arange(4)[None], halves(y)
-            ]
-        )
+    "three columns": lambda x, y: jnp.sum(
+        log_softmax(halves(x))[jnp.arange(2)[:, None], np.arange(4)[None], halves(y)]
     ),
-    "smoothed and masked": of_logits(smoothed),
+    "smoothed and masked": smoothed,
+    "branches": lambda x, y: lax.cond(
+        x[0, 0] > 9, lambda x, _: jnp.sum(x), negative_log, x, y
+    ),
+}
+FORMS = {name: of_logits(loss) for name, loss in LOSSES.items()} | {
     "chunks in a checkpoint": in_chunks(jax.checkpoint(negative_log)),
-    "branches": of_logits(
-        lambda x, y: lax.cond(x[0, 0] > 9, lambda x, _: jnp.sum(x), negative_log, x, y)
+    "shard_map": jax.shard_map(
+        lambda *args: lax.psum(of_logits(negative_log)(*args), "i"),
+        mesh=ONE_AXIS,
+        in_specs=(P("i"), P("i"), P("i"), P()),
+        out_specs=P(),
     ),
-    "shard_map": by_devices(negative_log),
 }
 
 

@@ -28,8 +28,8 @@ MASK = np.tri(N, dtype=bool)
 NAMES = "layer10", "layer2", "layer1", "gain"  # sorted, they have another order
 SEEDS = range(*map(int, os.environ.get("SEEDS", "12").split()))
 MODES = "clip", "fill", "promise_in_bounds", None
-PLAIN = _jaxpr.words("layer bias norm softmax pick rows moves stack attention every")
-NESTED = _jaxpr.words("branch loop carry remat vmap jit")
+PLAIN = _jaxpr.words("layer bias norm softmax pick rows moves stack attention")
+NESTED = _jaxpr.words("call loop carry")
 
 
 def with_a_rule(fun):
@@ -216,26 +216,6 @@ class Blocks:
 
         return attention
 
-    def every(self, _):
-        """All weights in their order."""
-
-        def every(dot, w, x, y):
-            for each in w.values():
-                x = jnp.tanh(dot(x, each) + x)
-            return x
-
-        return every
-
-    def branch(self, depth):
-        one, other = self.program(1, depth), self.program(1, depth)
-
-        def branch(dot, w, x, y):
-            return lax.cond(
-                y[1] > 1, lambda x: one(dot, w, x, y), lambda x: other(dot, w, x, y), x
-            )
-
-        return branch
-
     def loop(self, depth):
         """A scan that reads weights by closure, or slices of a stack of them."""
         body, is_stacked = self.program(2, depth), self.one_of(True, False)
@@ -266,32 +246,27 @@ class Blocks:
 
         return carry
 
-    def remat(self, depth):
-        body = self.program(2, depth)
-        policy = self.one_of(None, jax.checkpoint_policies.dots_saveable)
+    def call(self, depth):
+        """A program behind a call, a checkpoint or a branch, or of a batch."""
+        body, other = self.program(2, depth), self.program(1, depth)
+        policy, axis = jax.checkpoint_policies.dots_saveable, self.one_of(0, 1)
 
-        def remat(dot, w, x, y):
-            run = functools.partial(body, dot)
-            return jax.checkpoint(run, policy=policy)(w, x, y)
+        def batch(f, w, x, y):
+            pairs = jnp.stack([x, x.T], axis), jnp.stack([y, y[::-1]])
+            return jax.vmap(lambda x, y: f(w, x, y), (axis, 0))(*pairs).sum(0)
 
-        return remat
-
-    def vmap(self, depth):
-        body, axis = self.program(1, depth), self.one_of(0, 1)
-
-        def vmap(dot, w, x, y):
-            run = jax.vmap(lambda x, y: body(dot, w, x, y), (axis, 0))
-            return run(jnp.stack([x, x.T], axis), jnp.stack([y, y[::-1]])).sum(0)
-
-        return vmap
-
-    def jit(self, depth):
-        body, closes = self.program(2, depth), self.one_of(True, False)
+        way = self.one_of(
+            lambda f, *of: jax.jit(f)(*of),
+            lambda f, w, x, y: jax.jit(lambda x: f(w, x, y))(x),
+            lambda f, *of: jax.checkpoint(f)(*of),
+            lambda f, *of: jax.checkpoint(f, policy=policy)(*of),
+            batch,
+        )
 
         def call(dot, w, x, y):
-            if closes:
-                return jax.jit(lambda x: body(dot, w, x, y))(x)
-            return jax.jit(functools.partial(body, dot))(w, x, y)
+            run = functools.partial(body, dot)
+            one = lambda x: way(run, w, x, y)  # noqa: E731
+            return lax.cond(y[1] > 1, one, lambda x: other(dot, w, x, y), x)
 
         return call
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,6 @@ from .._source import is_own_wrapper
 from .._tables import leaf_name, printed, said
 from .origins import origin_of
 
-_RAISED = "(raised)"  # in place of a leaf
 _LOWEST_TRIED = -14  # log2 of S; some overflows persist at S = 1
 Cause = Literal["none", "forward", "overflow", "nan"]
 _error = functools.partial(Rule, "error")
@@ -142,7 +141,6 @@ def diagnose_nonfinite(
     leaves = jax.tree_util.tree_leaves_with_path(args)
     names = [f"args{jax.tree_util.keystr(p)}" for p, x in leaves if is_array(x)]
 
-    errors: list[RuntimeError] = []
     paths: list[str] = []
 
     # S is an argument of the compiled function, so that it compiles once for all S.
@@ -150,13 +148,13 @@ def diagnose_nonfinite(
     def flags(s: jax.Array, arrays: list[jax.Array]) -> Backward:
         return jax.tree.map(all_finite, loss.run(s, rejoin(arrays)))
 
-    def run(s: float) -> tuple[bool, str | None]:
+    def run(s: float) -> tuple[bool, Any]:
+        """Whether the loss is finite, and the first leaf that is not, or an error."""
         try:
             finite = jax.device_get(flags(jnp.float32(s), arrays))
         except RuntimeError as error:  # of a solver, such as lineax.CG
-            errors.append(error)
-            return True, _RAISED
-        paths.extend(set(finite.paths) - {*paths})
+            return True, error
+        paths[:] = finite.paths
         pairs = zip(finite.paths, finite.leaves, strict=True)
         return bool(finite.loss), next((path for path, flag in pairs if not flag), None)
 
@@ -189,10 +187,10 @@ def diagnose_nonfinite(
             break
         # A leaf that still overflows at the smallest S overflows first as S grows.
         path, s = smaller, 2.0**log2_scale
-    if path == _RAISED:  # it raises at the smallest S that is not finite
+    if isinstance(path, RuntimeError):  # at the smallest S that is not finite
         if finite_at is None:
-            raise errors[0]
-        operation = said(errors[-1]).rstrip(".")
+            raise path
+        operation = said(path).rstrip(".")
         raised = Diagnosis((), "overflow", None, finite_at, operation=operation)
         return _with_finding(raised, in_float32=False)
     cause = "nan" if finite_at is None else "overflow"

@@ -200,11 +200,12 @@ def _rule_of_skips(
     if not overflows:
         return "loss not finite" if losses else None
     # A class of the user's own may have no floor, and a mapping of Flax has none.
-    floor = getattr(state.loss_scale, "min_loss_scale", None)
-    if floor is not None and s <= floor:
+    floor = getattr(state.loss_scale, "min_loss_scale", -math.inf)
+    if s <= floor:
         return "stuck at the floor" if in_a_row > 1 else None
     # A large S needs some steps at first, and a broken batch explains a few later.
-    is_start = floor is not None and in_a_row == int(state.skipped) and not losses
+    has_floor = floor > -math.inf
+    is_start = has_floor and in_a_row == int(state.skipped) and not losses
     return "every step skipped" if in_a_row >= 10 and not is_start else None
 
 

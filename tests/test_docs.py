@@ -186,7 +186,7 @@ def assert_prints(printed, shown):
 
 PAGES = {name for name, text in TEXTS.items() if PYTHON.search(text)}
 # Run by tests of their own.
-OWN = {f"docs/{name}.md" for name in ("accumulate", "checkpoints", "flax")}
+OWN = {"docs/accumulate.md", "docs/checkpoints.md"}
 
 
 @pytest.mark.parametrize("page", by_name(["README.md"], sorted(PAGES - OWN)))
@@ -229,26 +229,12 @@ def test_the_page_on_accumulation_adds_up_micro_batches_and_devices_in_one_progr
 
 
 @pytest.mark.slow
-def test_the_page_on_checkpoints_resumes_bit_for_bit_and_restores_old_states():
+def test_the_page_on_checkpoints_resumes_bit_for_bit():
     page = run("docs/checkpoints.md")
-    assert page["state"]["params"]["w"].tolist() == [0, 1, 2]
-    assert page["state"]["opt_state"].loss_scale.loss_scale == 2**15
-    assert page["half_state"]["params"]["w"].dtype == jnp.bfloat16
-    resumed = page["linen_state"]
-    assert resumed.step == resumed.loss_scale.counter == 5
     page["ocp"] = orbax.checkpoint  # later blocks give the name to Orbax's v1
     at_once = page["train_linen"](tempfile.mkdtemp(), steps=5)
-    assert_bitwise_equal(jax.tree.leaves(resumed), jax.tree.leaves(at_once))
-
-
-@pytest.mark.slow
-def test_the_page_on_flax_trains_in_bfloat16_with_an_optimizer_of_flax_alone():
-    page = run("docs/flax.md")
-    assert type(page["optimizer"]) is page["nnx"].Optimizer
-    assert page["optimizer"].step[...] == 1
-    assert page["scaled_optimizer"].step[...] == 1
-    assert page["state"].step == 1
-    assert (page["state"].batch_stats["BatchNorm_0"]["mean"] != 0).any()
+    states = page["linen_state"], at_once
+    assert_bitwise_equal(*map(jax.tree.leaves, states))
 
 
 @pytest.mark.parametrize("name", TEXTS)

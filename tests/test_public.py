@@ -72,8 +72,7 @@ def linear():
 
 HALF = jmp_scale.autocast(loss, "float16")
 STATE = jmp_scale.with_loss_scale(ADAM, SCALE).init(PARAMS)
-LINEN = {"apply_fn": loss, "params": PARAMS, "tx": ADAM, "loss_scale": SCALE}
-LINEN = TrainState.create(**LINEN)
+LINEN = TrainState.create(apply_fn=loss, params=PARAMS, tx=ADAM, loss_scale=SCALE)
 # What is called later, by a worker that it was sent to.
 CALLED = {
     "autocast": HALF,

@@ -3,17 +3,19 @@
 import functools
 import re
 
+import autocast
 import compilers
 import jax
 import jax.numpy as jnp
 import models
 import optax
 import pytest
+from _layouts import placed
 from compilers import hlo, targets, traffic, wire
-from helpers import on_devices
+from helpers import on_devices, slow
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from models import minimal, problems
+from models import catalog, minimal, problems
 
 import jmp_scale
 
@@ -44,15 +46,30 @@ PARAMS = {
 }
 
 
+def given(dtype):
+    """An optimizer's step alone: loss, parameters and batch, which is the gradients."""
+    dtype = problems.DTYPES[dtype]
+    grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), PARAMS)
+    return problems.given_gradients(dtype), PARAMS, grads
+
+
+def transformer(dtype):
+    """The train step of `overhead.py`: 3 layers of width 256, 8 x 128 tokens."""
+    return problems.problems(dtype)["train"][1]
+
+
+def small(dtype):
+    """The same with one layer of width 128."""
+    model = models.transformer(models.Transformer(1, 128, 4, 512, 128, 8))
+    params, batch = jax.eval_shape(model.init, jax.random.key(0))
+    return functools.partial(model.loss, dtype=problems.DTYPES[dtype]), params, batch
+
+
 @functools.cache
-def figures(name, peer, dtype="f32", optimizer="adamw", chips=1):
-    grads = jax.tree.map(
-        lambda p: jax.ShapeDtypeStruct(p.shape, problems.DTYPES[dtype]), PARAMS
-    )
-    loss_fn = problems.given_gradients(problems.DTYPES[dtype])
-    carry, step = problems.build(peer, loss_fn, PARAMS, optimizer, types_only=True)
-    target = targets.Target(name, chips)
-    return compilers.compile_step(step, carry, grads, target)[1]
+def figures(name, peer, dtype="f32", optimizer="adamw", chips=1, problem=given):
+    loss_fn, params, batch = problem(dtype)
+    carry, step = problems.build(peer, loss_fn, params, optimizer, types_only=True)
+    return compilers.compile_step(step, carry, batch, targets.Target(name, chips))[1]
 
 
 def ratio(what, name, peer="with_loss_scale", **kwargs):
@@ -76,7 +93,7 @@ BYTES = {
 @pytest.mark.parametrize("dtype", ["f32", "f16"])
 def test_adamw_reads_each_gradient_at_most_once_more(name, dtype):
     assert ratio("bytes_accessed", name, dtype=dtype) <= BYTES[name, dtype]
-    scaled = figures(name, "with_loss_scale", dtype)
+    scaled = figures(name, "with_loss_scale", dtype=dtype)
     assert (scaled.copied_arrays, scaled.conditionals, scaled.transfers) == (0, 0, 0)
     assert scaled.collectives == []
 
@@ -108,27 +125,19 @@ def test_a_gpu_launches_few_more_kernels(name, optimizer, limit):
     assert ratio("kernels", name, optimizer=optimizer) <= limit
 
 
-@functools.cache
-def train_step(name, peer, dtype="f32"):
-    """The one of `overhead.py`: 3 layers of width 256, 8 x 128 tokens."""
-    loss_fn, params, batch = problems.problems(dtype)["train"][1]
-    carry, step = problems.build(peer, loss_fn, params, types_only=True)
-    return compilers.compile_step(step, carry, batch, targets.Target(name))[1]
-
-
 @compiles_for("h100", "tpu-v5e")
-@pytest.mark.parametrize("dtype", ["f32", pytest.param("f16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["f32", slow("f16")])
 def test_a_train_step_moves_and_launches_little_more(name, dtype):
     unscaled, scaled = (
-        train_step(name, peer, dtype) for peer in ("unscaled", "with_loss_scale")
+        figures(name, peer, dtype, problem=transformer)
+        for peer in ("unscaled", "with_loss_scale")
     )
     # The gradients are 1.43 % of the bytes, and some are sums of parts, which XLA:GPU
     # reads for the check and for the update. With float16 on a TPU they stay in on-chip
     # memory until the flag is known, and XLA moves eight activations out of it (f16 of
     # 8 x 128 x 256), in every library. With half the examples it moves none.
-    limit = {("tpu-v5e", "f32"): 1.001, ("tpu-v5e", "f16"): 1.075}.get(
-        (name, dtype), 1.03
-    )
+    limits = {("tpu-v5e", "f32"): 1.001, ("tpu-v5e", "f16"): 1.075}
+    limit = limits.get((name, dtype), 1.03)
     assert scaled.bytes_accessed / unscaled.bytes_accessed <= limit
     if name == "h100":
         assert scaled.kernels / unscaled.kernels <= 1.15
@@ -136,21 +145,12 @@ def test_a_train_step_moves_and_launches_little_more(name, dtype):
     assert (scaled.conditionals, scaled.transfers) == (0, 0)
 
 
-@functools.cache
-def small_step(name, peer):
-    """Of float16 compute by one loss: a layer of width 128, 8 x 128 tokens."""
-    model = models.transformer(models.Transformer(1, 128, 4, 512, 128, 8))
-    params, batch = jax.eval_shape(model.init, jax.random.key(0))
-    loss_fn = functools.partial(model.loss, dtype=jnp.float16)
-    carry, step = problems.build(peer, loss_fn, params, types_only=True)
-    return compilers.compile_step(step, carry, batch, targets.Target(name))[1]
-
-
 @compiles_for("h100", "h100-cublas")
 @pytest.mark.parametrize("peer", ["flax DynamicScale", "jmp"])
 def test_s_and_the_skip_launch_less_than_another_and_move_as_much(name, peer):
     unscaled, own, other = (
-        small_step(name, each) for each in ("unscaled", "with_loss_scale", peer)
+        figures(name, each, "f16", problem=small)
+        for each in ("unscaled", "with_loss_scale", peer)
     )
     assert unscaled.kernels < own.kernels < other.kernels
     # The two gradients of the tied embedding are added in the check and in the update,
@@ -218,28 +218,25 @@ def test_in_half_reaches_the_fused_attention_of_cudnn(name):
     assert calls == ["fmhaSoftmax", "fmhaSoftmaxBackward"]
 
 
-# Of [4096, 1024] entries, 2 bytes each, twice: there and back.
-ROWS = 2 * 2 * 4096 * 1024
+def collectives(program, name, how):
+    """(number, bytes on the wire) of a minimal program, by kind and dtype."""
+    text = minimal.compile_minimal(program, targets.Target(name, 8), how).as_text()
+    return wire.totals(wire.parse(text))
 
 
-@pytest.mark.parametrize(
-    ("program", "half_parameters", "sent"),
-    [
-        # Products that read one array: their gradients meet before they travel.
-        ("qkv, TP", False, {"all-reduce bf16": (1, ROWS)}),
-        ("qkv, TP", True, {"all-reduce bf16": (1, ROWS)}),
-        # Also of rows of a table, which are no weights.
-        ("embedding, TP", False, {"all-reduce bf16": (1, ROWS)}),
-        ("embedding, TP", True, {"all-reduce bf16": (1, ROWS)}),
-        # A table is looked up once, in the dtype in which it is stored.
-        ("vocabulary, TP", False, {"all-reduce f32": (1, 2 * ROWS)}),
-        ("vocabulary, TP", True, {"all-reduce bf16": (1, ROWS)}),
-    ],
-)
 @compiles_for("tpu-v5e", "h100")
-def test_what_autocast_sends_over_devices(name, program, half_parameters, sent):
-    how = minimal.HALF_PARAMETERS if half_parameters else "autocast"
-    assert collectives(program, name, how) == sent
+@pytest.mark.parametrize("how", ["autocast", minimal.HALF_PARAMETERS])
+@pytest.mark.parametrize("program", ["qkv", "embedding", "vocabulary"])
+def test_gradients_travel_once_and_in_half_precision(name, program, how):
+    """Those of products that read one array, or rows of a table, meet before.
+
+    A table is looked up once, in the dtype in which it is stored.
+    """
+    there_and_back = 2 * 4096 * 1024
+    sent = {"all-reduce bf16": (1, 2 * there_and_back)}
+    if (program, how) == ("vocabulary", "autocast"):
+        sent = {"all-reduce f32": (1, 4 * there_and_back)}
+    assert collectives(f"{program}, TP", name, how) == sent
 
 
 @compiles_for("tpu-v5e", "h100")
@@ -267,11 +264,7 @@ def sent_by_sums(name, axes, like=None, **kwargs):
         check_vma=False,
     )
     own = {
-        which: jax.ShapeDtypeStruct(
-            (axes["data"], *shape),
-            jnp.float32,
-            sharding=NamedSharding(mesh, stacked[which]),
-        )
+        which: placed(leaf(axes["data"], *shape), mesh, *stacked[which])
         for which, shape in (("up", (1024, 4096)), ("down", (4096, 1024)))
     }
     options = compilers.options(target)
@@ -296,61 +289,37 @@ def test_sums_of_gradients_send_half_the_bytes_of_float32(name, wire):
     assert sent(split) == {there: (2, WEIGHTS), back: (2, WEIGHTS)}
 
 
-def collectives(program, name, how):
-    """(number, bytes on the wire) of a minimal program, by kind and dtype."""
-    text = minimal.compile_minimal(program, targets.Target(name, 8), how).as_text()
-    return wire.totals(wire.parse(text))
-
-
 def products_of_casts(module):
-    """Large operands that the kernel of a product reads through a cast to float32."""
+    """Large arrays that the kernel of a product reads through a cast to float32."""
     found = []
     for body in module.computations.values():
         dots = [each for each in body.values() if each.opcode == "dot"]
         operands = [body[name] for dot in dots for name in dot.operands if name in body]
         casts = [each for each in operands if each.opcode == "convert"]
-        found += [
-            str(array)
-            for each in casts
-            for array in each.results
-            if array.dtype == "f32" and array.bytes > 2**20
-        ]
+        arrays = [array for cast in casts for array in cast.results]
+        found += [a for a in arrays if a.dtype == "f32" and a.bytes > 2**20]
     return found
 
 
-def mlp_loss(params, x):
-    for w, b in params:
-        x = jax.nn.gelu(x @ w + b[None])
-    return jnp.mean(x**2)
-
-
-def mlp_by_hand(params, x, half):
-    cast = jax.tree.map(lambda leaf: leaf.astype(half), (params, x))
-    return mlp_loss(*cast).astype("float32")
-
-
 @functools.cache
-def mlp_figures(name, half, program):
-    where = targets.Target(name)
-    layer = leaf(2048, 2048), leaf(2048)
-    placed = where.replicated(([layer] * 4, leaf(4096, 2048)))
-    losses = {
-        "by hand": functools.partial(mlp_by_hand, half=half),
-        "autocast": jmp_scale.autocast(mlp_loss, half),
-    }
+def of_layers(name, half, program):
+    """Figures of four dense layers' gradients, and the products of casts in them."""
+    target = targets.Target(name)
+    model = catalog.mlp([2048] * 5, 4096, jax.nn.gelu)
+    args = target.replicated(jax.eval_shape(model.init, jax.random.key(0)))
+    loss = autocast.PROGRAMS[program](model, half)
     # A loss scale reaches it, or none is needed.
-    step = jax.value_and_grad(lambda *of: losses[program](*of) * 2.0)
-    compiled = (
-        jax.jit(step).lower(*placed).compile(compiler_options=compilers.AS_WRITTEN)
-    )
+    step = jax.value_and_grad(lambda *of: loss(*of) * 2.0)
+    lowered = jax.jit(step).lower(*args)
+    compiled = lowered.compile(compiler_options=compilers.AS_WRITTEN)
     module = hlo.parse(compiled.as_text())
-    return compilers.figures(compiled, where), products_of_casts(module)
+    return compilers.figures(compiled, target), products_of_casts(module)
 
 
 @compiles_for("h100")
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 def test_no_product_reads_a_large_operand_through_a_cast(name, half):
-    assert mlp_figures(name, half, "autocast")[1] == []
+    assert of_layers(name, half, "autocast")[1] == []
 
 
 @compiles_for("h100")
@@ -358,7 +327,7 @@ def test_no_product_reads_a_large_operand_through_a_cast(name, half):
 def test_a_bias_costs_no_more_than_in_a_cast_by_hand(name, half):
     """Its gradient reads the half-precision array that its weight's gradient reads."""
     (cast, _), (by_hand, _) = (
-        mlp_figures(name, half, program) for program in ("autocast", "by hand")
+        of_layers(name, half, program) for program in ("autocast", "by hand")
     )
     assert cast.bytes_accessed <= 1.02 * by_hand.bytes_accessed
     assert cast.temporaries <= 0.5 * by_hand.temporaries

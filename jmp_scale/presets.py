@@ -182,10 +182,7 @@ def keras(
 def tf_keras(
     initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000
 ) -> DynamicLossScale:
-    """Returns the loss scale of Keras 2's `LossScaleOptimizer` (tf_keras 2.21).
-
-    It has a floor of 1.
-    """
+    """Returns the loss scale of Keras 2's `LossScaleOptimizer` (2.21), floor 1."""
     return _within(initial_scale, 1.0, period=dynamic_growth_steps)
 
 
@@ -194,10 +191,7 @@ def tensorflow(
     increment_period: int = 2000,
     multiplier: float = 2.0,
 ) -> DynamicLossScale:
-    """Returns the loss scale of TensorFlow 1's `DynamicLossScale` (2.21).
-
-    It has a floor of 1.
-    """
+    """Returns the loss scale of TensorFlow 1's `DynamicLossScale` (2.21), floor 1."""
     return _within(initial_loss_scale, 1.0, period=increment_period, factor=multiplier)
 
 

@@ -137,7 +137,7 @@ class _HalfStorage:
         return HalfStorageState(
             self._map_averages(lambda x: x.astype(jnp.bfloat16), inner_state, params),
             remainders=jax.tree.map(zeros, params),
-            rounding_key=None if self.words is None else jnp.copy(self.words),
+            rounding_key=jax.tree.map(jnp.copy, self.words),
         )
 
     def update(
@@ -172,12 +172,13 @@ class _HalfStorage:
     def _averages_of(self, state: PyTree, params: PyTree) -> list["_Place | None"]:
         """Returns the place of each leaf that is stored in bfloat16; None of others."""
 
-        def average(place: _Place, x: PyTree) -> _Place | None:
+        def average(place: _Place) -> _Place | None:
+            x = place.leaf
             is_narrow = getattr(x, "dtype", None) == jnp.float32 or holds_half(x)
             is_stored = place.field in self.averages and is_narrow and x.ndim
             return place if is_stored else None
 
-        return list(map(average, _places_of(state, params), jax.tree.leaves(state)))
+        return list(map(average, _places_of(state, params)))
 
     def _map_averages(
         self, fun: Callable[[jax.Array], jax.Array], state: PyTree, params: PyTree
@@ -226,9 +227,10 @@ class _HalfStorage:
         stored = self._averages_of(inner_state, params)
         missing = self.averages - {place.field for place in stored if place}
         if missing:
-            fields = [place.field for place in _places_of(inner_state, params)]
-            pairs = zip(fields, jax.tree.leaves(inner_state), strict=True)
-            found = {f"{f} ({x.dtype})" for f, x in pairs if f and is_inexact(x)}
+            places = [x for x in _places_of(inner_state, params) if x.field]
+            found = {
+                f"{x.field} ({x.leaf.dtype})" for x in places if is_inexact(x.leaf)
+            }
             raise ValueError(
                 f"{_NAME}: expected a state with float32 arrays called "
                 f"{sorted(missing)}, one for each parameter, got one with "
@@ -272,8 +274,9 @@ class _HalfStorage:
 
 
 class _Place(NamedTuple):
-    """Where a leaf of an optimizer's state belongs."""
+    """A leaf of an optimizer's state, and where it belongs."""
 
+    leaf: PyTree
     field: str | None  # with one array for each parameter; None if it is not in one
     owner: KeyPath  # the parameter's path
 
@@ -286,11 +289,11 @@ def _places_of(state: optax.OptState, params: PyTree) -> list[_Place]:
     params = params.fast if isinstance(params, optax.LookaheadParams) else params
     owners = {path for path, _ in tree_leaves_with_path(params)}
     places = []
-    for path, _ in tree_leaves_with_path(state):
+    for path, leaf in tree_leaves_with_path(state):
         starts = (i for i in range(len(path) + 1) if path[i:] in owners)
         start = next(starts, 0)
         field = getattr(path[start - 1], "name", None) if start else None
-        places.append(_Place(field, path[start:]))
+        places.append(_Place(leaf, field, path[start:]))
     return places
 
 

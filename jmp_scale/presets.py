@@ -168,7 +168,9 @@ def cerebras(
     at the cap. For cbfloat16 the cap is 2^31. There is no `overflow_tolerance`. Their
     documentation writes 2e15 and 2e-14 for 2^15 and 2^-14.
     """
-    rule = {"period": steps_per_increase + 1, "at_max": "clamp"}
+    name = "steps_per_increase"
+    steps = Arguments("cerebras").integer(name, steps_per_increase, 0)
+    rule = {"period": steps + 1, "at_max": "clamp"}
     return _within(initial_loss_scale, min_loss_scale, max_loss_scale, **rule)
 
 
@@ -241,8 +243,9 @@ def flax(
     S grows after `growth_interval` + 1 finite steps. From the default floor it needs
     282,141 steps to return to 2^15: raise `minimum_scale`, or pass `value=`.
     """
+    interval = Arguments("flax").integer("growth_interval", growth_interval, 0)
     rule = {"factor": growth_factor, "backoff_factor": backoff_factor}
-    return _within(scale, minimum_scale, period=growth_interval + 1, **rule)
+    return _within(scale, minimum_scale, period=interval + 1, **rule)
 
 
 def jmp(

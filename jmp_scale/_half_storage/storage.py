@@ -227,10 +227,9 @@ class _HalfStorage:
         stored = self._averages_of(inner_state, params)
         missing = self.averages - {place.field for place in stored if place}
         if missing:
-            places = [x for x in _places_of(inner_state, params) if x.field]
-            found = {
-                f"{x.field} ({x.leaf.dtype})" for x in places if is_inexact(x.leaf)
-            }
+            places = _places_of(inner_state, params)
+            floats = [x for x in places if x.field and is_inexact(x.leaf)]
+            found = {f"{x.field} ({x.leaf.dtype})" for x in floats}
             raise ValueError(
                 f"{_NAME}: expected a state with float32 arrays called "
                 f"{sorted(missing)}, one for each parameter, got one with "

@@ -134,6 +134,10 @@ presets.deepspeed("8")
     be a real number, got '8'
 presets.apex("8")
     loss_scale to be a real number, got '8'
+presets.flax(growth_interval="5")
+    flax: expected growth_interval to be a real number, got '5'
+presets.cerebras(steps_per_increase="5")
+    cerebras: expected steps_per_increase to be a real number, got '5'
 presets.apex(max_loss_scale="8")
     max_loss_scale to be a real number, got '8'
 get_loss_scale({"fp16": {"loss_scale": 0}})

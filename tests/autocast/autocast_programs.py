@@ -63,13 +63,6 @@ def products(fun, *args):
     ]
 
 
-@program(args=(W, V, X))
-def layer_norm(w, g, x):
-    y = x @ w
-    m, v = jnp.mean(y, -1, keepdims=True), jnp.var(y, -1, keepdims=True)
-    return mean_square(((y - m) * lax.rsqrt(v + 1e-6) * g[None]) @ w)
-
-
 @program(args=(W, B3))
 def attention(w, x):
     q, k, v = jnp.split(jnp.concatenate([x @ w, x @ w.T, x @ (w * w)], -1), 3, -1)
@@ -194,6 +187,9 @@ def contexts_that_change_within_an_island(w, x):
 
 
 PROGRAMS |= {
+    "layer_norm": of(
+        lambda w, g, x: (jax.nn.standardize(x @ w) * g[None]) @ w, W, V, X
+    ),
     "reshaped_weight": of(
         lambda w, x: x.reshape(4, 2, N) @ w.T.reshape(N, 4, 4).reshape(N, N)
     ),

@@ -65,9 +65,12 @@ def test_the_setting_for_precision_holds_around_a_linear_solve(setting):
         assert jax.eval_shape(jax.grad(autocast(loss, "bfloat16")), W, X)
 
 
-def head(w, x):
-    with jax.named_scope("logits"):
+def energy(w, x):
+    with jax.named_scope("head"), jax.named_scope("dense"):
         return x @ w
+
+
+LINE = inspect.getsourcelines(energy)[1] + 2
 
 
 def test_products_of_a_name_stay_float32():
@@ -76,12 +79,12 @@ def test_products_of_a_name_stay_float32():
     def loss(w, x):
         with jax.named_scope("first"):
             x = jitted(w, x)
-        return mean_square(head(w, jitted(w, x)))
+        return mean_square(energy(w, jitted(w, x)))
 
     for names, dtypes in (
-        (("first", "head"), [F32, F16, F32]),
+        (("first", "energy"), [F32, F16, F32]),
         (["layer"], [F32, F32, F16]),
-        ("logits", [F16, F16, F32]),
+        ("dense", [F16, F16, F32]),
     ):
         half = autocast(loss, "float16", keep_float32=names)
         assert products(half, W, X) == dtypes
@@ -89,9 +92,9 @@ def test_products_of_a_name_stay_float32():
 
 @pytest.mark.parametrize("option", ["keep_float32", "float32_results"])
 def test_a_name_that_matches_nothing_warns_and_lists_what_there_is(option):
-    names = {option: ("typo", "head")}
-    half = autocast(lambda w, x: head(w, x) @ w, "float16", **names)
-    words = rf"{option} names nothing .*\['typo'\].*head.*logits"
+    names = {option: ("typo", "energy")}
+    half = autocast(lambda w, x: energy(w, x) @ w, "float16", **names)
+    words = rf"{option} names nothing .*\['typo'\].*dense.*energy.*head"
     with pytest.warns(UserWarning, match=words):
         half(W, X)
 
@@ -203,17 +206,9 @@ def test_the_inner_autocast_decides():
     assert_close(got, wanted, 0.02)
 
 
-def energy(w, x):
-    with jax.named_scope("head"), jax.named_scope("dense"):
-        return x @ w
-
-
 class Model:
     def layer(self, w, x):
         return energy(w, x)
-
-
-LINE = inspect.getsourcelines(energy)[1] + 2
 
 
 def product(fun=energy):

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import types
 import warnings
 from typing import NamedTuple
 
@@ -257,7 +258,13 @@ def mixed(fun, dtype):
 
 
 def of_attribute(fun, dtype):
-    return lambda d, *weights: autocast(Attributes(fun, weights).loss, dtype)(d)
+    """Its weights are in an object that JAX cannot look into."""
+
+    def run(d, *weights):
+        held = types.SimpleNamespace(weights=weights)
+        return autocast(lambda d: fun(d, *held.weights), dtype)(d)
+
+    return run
 
 
 def as_given(fun, dtype):
@@ -269,16 +276,6 @@ def as_given(fun, dtype):
 
     half, wide = autocast(checked, dtype), autocast(fun, dtype)
     return lambda d, *ws: (half if ws[0].dtype == dtype else wide)(d, *ws)
-
-
-class Attributes:
-    """An object that JAX cannot look into."""
-
-    def __init__(self, fun, weights):
-        self.fun, self.weights = fun, weights
-
-    def loss(self, d):
-        return self.fun(d, *self.weights)
 
 
 WAYS = [

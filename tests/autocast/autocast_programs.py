@@ -178,14 +178,6 @@ def log_of_a_marked_part(w, x):
     return -jnp.mean(jnp.log(tiny(w, layer(w, x))))
 
 
-@program
-def contexts_that_change_within_an_island(w, x):
-    y = jnp.sin(x @ w)
-    with jax.threefry_partitionable(False):
-        z = jnp.tanh(y)
-    return mean_square(jnp.cos(z + y) @ w)
-
-
 PROGRAMS |= {
     "layer_norm": of(
         lambda w, g, x: (jax.nn.standardize(x @ w) * g[None]) @ w, W, V, X

@@ -23,6 +23,7 @@ TESTED_BY = {
     "_jaxpr_*": ("test_jaxpr", "programs are read, rewritten and evaluated in turn"),
     "_autocast.casting": ("autocast/test_autocast_warnings", "a derivative is noted"),
     "_autocast.interpreter": ("autocast/test_autocast", "programs run as planned"),
+    "_autocast.provenance": ("autocast/recompute/test_plan", "a plan reads programs"),
     "_autocast.recompute.units": ("autocast/test_exact", "it is what was computed"),
     "_autocast.derivatives": ("autocast/test_autocast_derivatives", "of all modes"),
     "_autocast.higher_order": ("autocast/test_autocast_loops", "loops run as they did"),

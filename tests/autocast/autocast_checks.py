@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from autocast_programs import layer, mean_square
+from jax.interpreters import partial_eval
 
-from jmp_scale import autocast
+from jmp_scale import _jaxpr, autocast
 
 F16, BF16, F32 = ((name, name) for name in ("float16", "bfloat16", "float32"))
 transposes_checkpoints = pytest.mark.skipif(
@@ -55,3 +56,9 @@ def flat(tree):
     """All entries of a tree's arrays."""
     leaves = jax.tree.leaves(tree)
     return np.concatenate([np.ravel(np.asarray(x, float)) for x in leaves])
+
+
+def what_is_read(program):
+    """A program without what nothing reads."""
+    jaxpr = _jaxpr.bare(program)
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]

@@ -366,16 +366,13 @@ def test_an_array_that_a_function_holds_may_be_a_number(name):
 
 
 BY_DTYPE = {
-    "bitcast": lambda w: jax.lax.bitcast_convert_type(w, jnp.uint16),
     "sign bit": lambda w: jnp.sum(w.view(jnp.uint16) >> 15),
-    "nbytes": lambda w: jnp.sum(w) * w.nbytes,
     "itemsize": lambda w: {"w": w * w.itemsize, "size": w.dtype.itemsize},
     "a row": lambda w: jnp.roll(w, w.itemsize // 2, 0)[w.itemsize - 1],
     "a power": lambda w: w**w.itemsize,
     "rows": lambda w: jnp.ones(w.itemsize) * w[0, 0],
     "another result": lambda w: (w, w) if w.dtype == SCALE.dtype else w,
     "another tree": lambda w: {w.dtype.name: w},
-    "another step": lambda w: w * (1 if w.dtype == jnp.float32 else 3),
     "an array": lambda w: w * np.full((4, 4), w.itemsize),
     "neighbors": lambda w: jnp.nextafter(w, jnp.ones_like(w)),
     "an order": lambda w: jnp.subtract(*(w, w.T)[:: 3 - w.itemsize]),

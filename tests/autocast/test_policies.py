@@ -9,11 +9,11 @@ from autocast_checks import (
     assert_norm_close,
     jit_with_roundings,
     transposes_checkpoints,
+    what_is_read,
 )
 from autocast_programs import mean_square
 from helpers import by_name, slow
 from jax.ad_checkpoint import checkpoint_name
-from jax.interpreters import partial_eval
 
 from jmp_scale import _jaxpr, autocast
 
@@ -63,9 +63,8 @@ OFFLOADING = {
 
 def counted(fun, *args):
     """How many operations of each kind a program has, without what nothing reads."""
-    jaxpr = _jaxpr.bare(jax.make_jaxpr(fun)(*args))
-    read, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    return collections.Counter(e.primitive.name for e in _jaxpr.equations(read))
+    found = _jaxpr.equations(what_is_read(jax.make_jaxpr(fun)(*args)))
+    return collections.Counter(e.primitive.name for e in found)
 
 
 def products(fun, *args):

@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from autocast_checks import flat, n32
+from autocast_checks import flat, n32, what_is_read
 from autocast_programs import arrays, products
 from flax import nnx
 from helpers import EXPLICIT, ONE_AXIS, by_name
 from jax import lax
 from jax.experimental import checkify
-from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -530,9 +529,7 @@ def test_no_loop_reads_a_float32_copy_of_a_weight(name):
     stored = [w.astype("bfloat16") for w in weights]
     argnums = tuple(range(1, 1 + len(weights)))
     grad = jax.make_jaxpr(jax.grad(autocast(fun, "bfloat16"), argnums))(DATA, *stored)
-    inner = _jaxpr.bare(grad)
-    read, _ = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars))
-    sizes = [*map(math.prod, constants_of_loops(read))]
+    sizes = [*map(math.prod, constants_of_loops(what_is_read(grad)))]
     assert max(sizes, default=0) < N * N
 
 

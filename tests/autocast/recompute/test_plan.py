@@ -1,4 +1,6 @@
-"""Plans: which equations run together, what is saved, and what is recomputed."""
+"""Plans: where values come from, what runs together, what is saved and recomputed."""
+
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +14,37 @@ from jmp_scale._autocast.provenance import Origin, Step, read
 from jmp_scale._autocast.recompute.plan import Unit, make_plan
 
 
-def plan_of(fun, *args, joins=True):
+def reading_of(fun, *args):
     half, origins = jnp.dtype("bfloat16"), [Origin.PARAMETER] * len(args)
     cast = Casting(forward=half, backward=half)
-    return make_plan(read(jax.make_jaxpr(fun)(*args), origins, cast), joins=joins)
+    return read(jax.make_jaxpr(fun)(*args), origins, cast)
+
+
+def plan_of(fun, *args, joins=True):
+    return make_plan(reading_of(fun, *args), joins=joins)
 
 
 def units_of(fun, *args):
     return [part for part in plan_of(fun, *args) if isinstance(part, Unit)]
+
+
+@pytest.mark.parametrize("look_up", [operator.getitem, lambda t, i: jnp.take(t, i, 0)])
+@pytest.mark.parametrize("steps", [0, 60])  # an index that is read twice in each
+def test_rows_that_are_looked_up_by_an_argument_are_data(steps, look_up):
+    def doubled(i):
+        for _ in range(steps):
+            i = (i + i) % 8
+        return i
+
+    def float32_grads(fun, *args):
+        (product,) = (e.product for e in reading_of(fun, *args).steps if e.product)
+        return product.float32_grads
+
+    tokens, table = jnp.arange(4), W[:8]
+    data = float32_grads(lambda t, i: look_up(t, doubled(i)) @ X.T, table, tokens)
+    assert data == (False, False)
+    fixed = float32_grads(lambda t: look_up(t, doubled(jnp.arange(4))) @ X.T, table)
+    assert fixed == (True, False)
 
 
 @pytest.mark.parametrize("joins", [True, False])

@@ -69,16 +69,16 @@ class Loss:
         if find_nodes(is_module, self.args):
             flax: Any = sys.modules["flax.nnx"]  # which the module's class is from
             return flax.value_and_grad
-        numbers = [self.argnums] if isinstance(self.argnums, int) else self.argnums
-        count = len(self.args)
-        given = [x for n, x in enumerate(self.args) if {n, n - count} & {*numbers}]
-        is_filtered = find_nodes(_is_of_equinox, given) or not all(
-            map(is_inexact, jax.tree.leaves(given))
+        numbers, count = {*jax.tree.leaves(self.argnums)}, len(self.args)
+        given = [x for n, x in enumerate(self.args) if {n, n - count} & numbers]
+        leaves = jax.tree.leaves(given)
+        is_whole = not find_nodes(_is_of_equinox, given) and all(
+            map(is_inexact, leaves)
         )
         # Without an array to differentiate, JAX's own error says so.
-        if is_filtered and any(map(_is_inexact_array, jax.tree.leaves(given))):
-            return _value_and_grad_of_arrays
-        return jax.value_and_grad
+        if is_whole or not any(map(_is_inexact_array, leaves)):
+            return jax.value_and_grad
+        return _value_and_grad_of_arrays
 
     def of(self, out: PyTree) -> PyTree:
         """Returns the loss in what `fun` returned, which is checked."""

@@ -15,7 +15,7 @@ def line_of(function):
 def planted(*functions):
     """(line, rule, level) of every `# !rule` in the source of functions."""
     found = set()
-    for function in functions:
+    for function in map(inspect.unwrap, functions):
         lines, first = inspect.getsourcelines(function)
         for line, text in enumerate(lines, first):
             for rule, level in re.findall(r"!(\w+-[\w-]+)(?::(\w+))?", text):

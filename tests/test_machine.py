@@ -179,29 +179,28 @@ def test_advice_is_of_what_was_measured_and_of_gains_above_the_control(
     assert "Take" not in machine.advice(noisy, kind)
 
 
-# (gains on a CPU, whether it has matrix units): what is said, and what not.
+UNITS, CPU = machine.CPU_WITH_UNITS, machine.CPU
 ON_CPU = [
-    ((5.0, 0.9), True, "matrix units of this CPU (AMX) compute", "for tests here"),
-    ((5.0, 0.9), False, 'Take "bfloat16"', "AMX"),
-    ((1.0, 2.0), True, 'Take "float16"', "AMX"),
-    ((1.0, 0.9), True, f"do not show with jax {jax.__version__}", "for tests here"),
-    ((1.0, 0.9), False, "for tests here, not for speed: no matrix units", "jax 0.12"),
+    (UNITS, (5.0, 0.9), "matrix units of this CPU (AMX) compute", "for tests here"),
+    (CPU, (5.0, 0.9), 'Take "bfloat16"', "AMX"),
+    (UNITS, (1.0, 2.0), 'Take "float16"', "AMX"),
+    (UNITS, (1.0, 0.9), f"do not show with jax {jax.__version__}", "for tests here"),
+    (CPU, (1.0, 0.9), "for tests here, not for speed: no matrix units", "jax 0.12"),
 ]
 
 
-@pytest.mark.parametrize(("gains", "has_units", "said", "not_said"), ON_CPU)
-def test_a_cpu_gets_the_advice_that_its_matrix_units_give(
-    gains, has_units, said, not_said
-):
-    text = machine.advice(halves(*gains), machine.kind("cpu", has_units=has_units))
+@pytest.mark.parametrize(("kind", "gains", "said", "not_said"), ON_CPU)
+def test_a_cpu_gets_the_advice_that_its_matrix_units_give(kind, gains, said, not_said):
+    text = machine.advice(halves(*gains), kind)
     assert said in text
     assert not_said not in text
     assert text.endswith("say nothing about an accelerator: run this there.")
 
 
 @pytest.mark.parametrize("has_units", [True, False])
-def test_a_gpu_is_one_whatever_units_its_cpu_has(has_units):
+def test_the_units_of_a_cpu_count_where_it_is_the_device(has_units):
     assert machine.kind("gpu", has_units=has_units) == machine.ACCELERATOR
+    assert machine.kind("cpu", has_units=has_units) == (UNITS if has_units else CPU)
 
 
 INTEL = """processor\t: 0

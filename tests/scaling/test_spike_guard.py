@@ -44,8 +44,7 @@ def reference(
     for x, g, is_finite in zip(losses, norms, finite, strict=True):
         deviation, bits = math.sqrt(norm.variance), math.log2(g) if g > 0 else None
         irregular = max(1, deviation / 0.25)
-        least = max(math.sqrt(loss.variance), 0.02 * abs(loss.mean))
-        loss.floor = irregular * least
+        loss.floor = irregular * max(math.sqrt(loss.variance), 0.02 * abs(loss.mean))
         # A norm beside an ordinary loss has to leap further.
         is_lone = loss.warm() and x <= (loss.mean + loss.limit()) / 2
         limit = norm.limit(min(8 / 3 * deviation, 2 / 3) if is_lone else 0.0)

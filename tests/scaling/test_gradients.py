@@ -18,6 +18,7 @@ def gradient(w, loss_scale=CAPTURED):
     return jmp_scale.grad(lambda w: jnp.sum(w**2), loss_scale)(w)
 
 
+BATCH = jnp.ones((3, 3))
 SUM_OF_PRODUCTS = jmp_scale.grad(lambda w, x: jnp.sum(w @ x), CAPTURED)
 
 
@@ -27,7 +28,7 @@ SUM_OF_PRODUCTS = jmp_scale.grad(lambda w, x: jnp.sum(w @ x), CAPTURED)
         gradient,
         jax.vmap(gradient),
         lambda w: gradient(w, jax.device_get(CAPTURED)),  # from the host
-        lambda w: SUM_OF_PRODUCTS(w, jnp.ones((3, 3))),  # beside a captured batch
+        lambda w: SUM_OF_PRODUCTS(w, BATCH),  # beside a captured batch
     ],
 )
 def test_a_dynamic_loss_scale_that_a_traced_function_captured_warns(traced):

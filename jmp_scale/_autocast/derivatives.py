@@ -9,6 +9,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from .._jaxpr import OwnPrimitive
+from .._types import Function
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -76,9 +77,7 @@ def linear(fun: Callable[[A, B], C], residuals: A, tangents: B) -> C:
     return jax.checkpoint(fun, prevent_cse=False)(residuals, tangents)
 
 
-def with_derivative(
-    forward: Callable[..., Any], derivative: Callable[..., Any]
-) -> Callable[..., Any]:
+def with_derivative(forward: Function, derivative: Function) -> Function:
     """Returns `forward` with this derivative, whose products policies can see.
 
     A policy of `jax.checkpoint` is asked of each product within a function that is

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,8 @@ from jax.typing import DTypeLike
 from .. import _jaxpr
 from .._jaxpr import PRODUCTS, Atom, Jaxpr, JaxprEqn, NameStack, Var, variables
 from .._policy import is_half
-from .derivatives import CAST
+from .._types import Arrays
+from .derivatives import CAST, ByPosition
 from .dot_general import by_platform, own_dimensions, wide_dot_general
 from .rounding import widened
 
@@ -55,7 +56,7 @@ class Product:
         """The variable of its result."""
         return self.equation.outvars[0]
 
-    def moved(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
+    def moved(self, operands: Arrays) -> list[jax.Array]:
         """Moves the entries of the operands to where the product reads them."""
         pair = [*operands]
         for i, move in enumerate(self.jaxpr.eqns[:-1]):
@@ -65,54 +66,42 @@ class Product:
 
     def forward(self, dtype: DTypeLike, *values: jax.Array) -> jax.Array:
         """Computes the product of the forward pass."""
+        pair = self.moved([x.astype(dtype) for x in values[:2]])
         result = "float32" if self.has_float32_result else dtype
-        return self.apply(dtype, *values, result=result)
-
-    def apply(
-        self,
-        dtype: DTypeLike,
-        *values: jax.Array,
-        float32: int | None = None,
-        result: DTypeLike | None = None,
-    ) -> jax.Array:
-        """Computes the product in half precision, except for the operand `float32`.
-
-        `result`: the dtype that it returns, before it is cast to float32.
-        """
-        operands = enumerate(values[:2])
-        pair = self.moved([x if i == float32 else x.astype(dtype) for i, x in operands])
-        if float32 is None:
-            params = {"precision": None, "preferred_element_type": result or dtype}
-            taken = {k: x for k, x in params.items() if k in self.equation.params}
-            # Policies of checkpoints look for JAX's own products in the forward pass.
-            eqn = self.equation if result else by_platform(self.equation)
-            (found,) = _jaxpr.evaluate(eqn, [*pair, *values[2:]], **taken)
-        else:
-            dimensions = self.equation.params["dimension_numbers"]
-            sharding = self.equation.params.get("out_sharding")
-            found = wide_dot_general(*pair, dimensions, dtype, sharding)
-        return widened(found)
+        # Policies of checkpoints look for JAX's own products here.
+        return _multiply(self.equation, [*pair, *values[2:]], result)
 
     def tangent(self, dtype: DTypeLike) -> Callable[..., jax.Array]:
         """Returns a function from the operands' tangents, by side, to the product's."""
 
         def term(side: int, *values: jax.Array) -> jax.Array:
-            float32 = side if self.float32_grads[side] else None
-            return self.apply(dtype, *values, float32=float32)
+            is_wide, operands = self.float32_grads[side], enumerate(values[:2])
+            pair = self.moved(
+                [x if is_wide and i == side else x.astype(dtype) for i, x in operands]
+            )
+            if not is_wide:
+                eqn = by_platform(self.equation)
+                return _multiply(eqn, [*pair, *values[2:]], dtype)
+            params = self.equation.params
+            dimensions, sharding = params["dimension_numbers"], params["out_sharding"]
+            return widened(wide_dot_general(*pair, dimensions, dtype, sharding))
 
-        def tangent(
-            values: Sequence[jax.Array], live: dict[int, jax.Array]
-        ) -> jax.Array:
+        def tangent(values: Arrays, live: ByPosition) -> jax.Array:
             return sum_of_terms(term, values, live).astype(dtype)
 
         tangent.__name__ = CAST
         return jax.jit(tangent)
 
 
+def _multiply(eqn: JaxprEqn, values: Arrays, result: DTypeLike) -> jax.Array:
+    """Evaluates a product, whose result has this dtype before it is cast to float32."""
+    params = {"precision": None, "preferred_element_type": result}
+    taken = {k: x for k, x in params.items() if k in eqn.params}
+    return widened(*_jaxpr.evaluate(eqn, values, **taken))
+
+
 def sum_of_terms(
-    term: Callable[..., jax.Array],
-    values: Sequence[jax.Array],
-    live: dict[int, jax.Array],
+    term: Callable[..., jax.Array], values: Arrays, live: ByPosition
 ) -> jax.Array:
     """Returns the tangent of a product, a sum of terms with one tangent each."""
     terms = [term(i, *values[:i], t, *values[i + 1 :]) for i, t in live.items()]

@@ -22,7 +22,7 @@ from .. import _jaxpr
 from .._jaxpr import Program, Var
 from .._policy import is_half
 from .._tree import is_inexact, split_arrays
-from .._types import Arrays, KeyPath, PyTree
+from .._types import Arrays, Function, KeyPath, PyTree
 from .dot_general import is_algorithm
 from .held import Held, is_half_array
 
@@ -44,7 +44,7 @@ class Traced(NamedTuple):
     held: int  # how many of its inputs the function holds, which are the first ones
 
 
-def trace(fun: Callable[..., Any], args: PyTree, kwargs: PyTree) -> Traced:
+def trace(fun: Function, args: PyTree, kwargs: PyTree) -> Traced:
     """Traces a call, with float32 in place of half-precision arrays.
 
     It is traced as it is given if a trace with float32 arrays is another program or
@@ -104,15 +104,11 @@ class _Call:
     """A call as a function from arrays to arrays: other leaves are fixed."""
 
     def __init__(
-        self,
-        fun: Callable[..., Any],
-        args: PyTree,
-        kwargs: PyTree,
-        held: Held | None = None,
+        self, fun: Function, args: PyTree, kwargs: PyTree, held: Held | None = None
     ) -> None:
         given, self._with_given = split_arrays((args, kwargs))
         own = held.arrays if held else []
-        self._leaves, self._args, self._kwargs = [*own, *given], args, kwargs
+        self._given, self._args, self._kwargs = given, args, kwargs
         self.arrays = [*own, *map(jnp.asarray, given)]
         self._held, self._count, self._fun = held, len(own), fun
         self.__wrapped__ = fun
@@ -156,7 +152,7 @@ class _Call:
                 for path, leaf in jax.tree_util.tree_leaves_with_path(value):
                     place = name + jax.tree_util.keystr(path)
                     names.setdefault(id(leaf), []).append(place)
-        for i, leaf in enumerate(self._leaves):
+        for i, leaf in enumerate(self._given):
             left = names.get(id(leaf)) or ["an array of the function"]
             text = text.replace(f"arrays[{i}]", left.pop(0))
         return text
@@ -244,7 +240,7 @@ def _has_rule(eqn: JaxprEqn) -> bool:
     return _jaxpr.name_of(eqn).startswith("custom_")
 
 
-def _gradient(fun: Callable[..., Any], types: Sequence[Any]) -> Program:
+def _gradient(fun: Function, types: Sequence[Any]) -> Program:
     """Traces the gradient of the sum of all floating-point results."""
 
     def total(*arrays: jax.Array) -> Any:

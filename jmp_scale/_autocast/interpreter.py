@@ -18,6 +18,7 @@ from . import higher_order
 from .casting import Casting
 from .derivatives import noting, with_value
 from .dot_general import with_precision
+from .held import is_half_array
 from .higher_order import Part
 from .products import becomes_half, has_products
 from .provenance import Origin, Step, read
@@ -58,9 +59,10 @@ class Interpreter(Casting):
         The gradient of a half-precision array is added in float32 if the array is
         given, or if the program was traced with float32 in its place.
         """
-        invars = _jaxpr.bare(jaxpr).invars
-        arrays = map(_as_stored, invars, origins, values)
-        inputs = dict(zip(invars, arrays, strict=True))
+        inputs, invars = dict[Var, Any](), _jaxpr.bare(jaxpr).invars
+        for v, origin, x in zip(invars, origins, values, strict=True):
+            is_stored = is_half_array(x) and (origin or _jaxpr.is_float32(v))
+            inputs[v] = Stored.of(x) if is_stored else x
         stored = {v: x.half.dtype for v, x in inputs.items() if isinstance(x, Stored)}
         reading = read(jaxpr, origins, self, stored)
         for v, x in reading.constants.items():
@@ -241,12 +243,6 @@ class Interpreter(Casting):
                 "cast the function that it calls",
             )
         return None
-
-
-def _as_stored(v: Var, origin: Origin, x: Any) -> Any:
-    """Returns an input, two arrays if its gradients are added in float32."""
-    is_stored = isinstance(x, jax.Array) and holds_half(x)
-    return Stored.of(x) if is_stored and (origin or _jaxpr.is_float32(v)) else x
 
 
 def _with_cotangent_of_its_dtype(x: Any) -> Any:

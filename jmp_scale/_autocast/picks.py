@@ -28,8 +28,9 @@ from .derivatives import Replacement, linear
 
 Maker = Callable[[Atom], JaxprEqn | None]
 _MODES = "CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS"
-# Indices of more entries are not computed while a program is read.
+# Indices of more entries or equations are not computed while a program is read.
 _MOST_INDICES = 2**22
+_MOST_EQUATIONS = 64
 # How indices such as `jnp.arange(n)[:, None]` are computed, besides moves.
 _NUMPY: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add,
@@ -114,8 +115,9 @@ def _counted(
     batching = numbers.operand_batching_dims, numbers.start_indices_batching_dims
     found = {int(axis): int(d) for axis, d in zip(*batching, strict=True)}
     parts = _concatenated(indices, maker_of) if len(columns) > 1 else []
+    known: dict[Atom, np.ndarray | None] = {}
     for axis, part in zip(columns, parts, strict=False):
-        value = _computed(part, maker_of, constants)
+        value = _computed(part, maker_of, constants, known)
         for d, size in enumerate(_dims(indices)[:-1]):
             if size == _dims(x)[axis] and _counts_along(value, d):
                 found[axis] = d
@@ -145,9 +147,15 @@ def _dims(v: Atom) -> tuple[Any, ...]:
 
 
 def _computed(
-    v: Atom, maker_of: Maker, constants: Mapping[Var, PyTree]
+    v: Atom,
+    maker_of: Maker,
+    constants: Mapping[Var, PyTree],
+    known: dict[Atom, np.ndarray | None],
 ) -> np.ndarray | None:
-    """Returns indices that no input changes, such as `jnp.arange(n)`; else None."""
+    """Returns indices that no input changes, such as `jnp.arange(n)`; else None.
+
+    `known` has those that were computed before: an index may be read many times.
+    """
     shape = _dims(v)
     if shape != _jaxpr.shape(v) or _jaxpr.size(v) > _MOST_INDICES:
         return None
@@ -155,9 +163,13 @@ def _computed(
     if eqn is None:
         value = _jaxpr.constant(constants.get(v) if isinstance(v, Var) else v.val)
         return None if value is None else value.astype(_jaxpr.dtype_of(v))
-    values = [_computed(each, maker_of, constants) for each in eqn.invars]
-    operands = [value for value in values if value is not None]
-    return _in_numpy(eqn, operands) if len(operands) == len(values) else None
+    if v not in known and len(known) < _MOST_EQUATIONS:
+        known[v] = None
+        values = [_computed(each, maker_of, constants, known) for each in eqn.invars]
+        operands = [value for value in values if value is not None]
+        if len(operands) == len(values):
+            known[v] = _in_numpy(eqn, operands)
+    return known.get(v)
 
 
 def _in_numpy(eqn: JaxprEqn, operands: Sequence[np.ndarray]) -> np.ndarray | None:
@@ -173,9 +185,9 @@ def _in_numpy(eqn: JaxprEqn, operands: Sequence[np.ndarray]) -> np.ndarray | Non
         own = params["broadcast_dimensions"]
         added = [d for d in range(len(shape)) if d not in own]
         return np.broadcast_to(np.expand_dims(operands[0], tuple(added)), shape)
-    is_known = name in _NUMPY and params.get("dimensions") is None  # of a reshape
-    found = _NUMPY[name](*operands) if is_known else None
-    return None if found is None else found.reshape(shape).astype(dtype)
+    if name not in _NUMPY or params.get("dimensions") is not None:  # of a reshape
+        return None
+    return _NUMPY[name](*operands).reshape(shape).astype(dtype)
 
 
 def picked(x: jax.Array, indices: jax.Array, pick: Pick) -> jax.Array:

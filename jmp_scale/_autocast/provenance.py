@@ -7,7 +7,6 @@ import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -369,7 +368,7 @@ def read(
     program: _jaxpr.Program,
     origins: Sequence[Origin],
     cast: Casting,
-    stored: Mapping[Var, np.dtype] = MappingProxyType({}),
+    stored: Mapping[Var, np.dtype] | None = None,
 ) -> Reading:
     """Reads a program whose inputs have these origins.
 
@@ -380,7 +379,7 @@ def read(
     traced = {v for v, x in constants.items() if isinstance(x, Tracer)}
     arrays = (v for v in traced if not _jaxpr.is_reference(v))
     half = {v: _jaxpr.dtype_of(v) for v in arrays if is_half(dtype_name(v))}
-    stored = {**stored, **half}
+    stored = {**(stored or {}), **half}
 
     def given(v: Var, origin: Origin) -> Provenance:
         is_known = v in constants and v not in traced

@@ -249,3 +249,14 @@ def test_a_loop_saves_labels_and_no_masks_of_a_row(recompute):
     half = autocast(in_chunks(negative_log), "bfloat16", recompute=recompute)
     residuals = jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(half, *a)[1], *ARGS))
     assert not [x for x in residuals if x.dtype == bool and SIZE in x.shape]
+
+
+def test_indices_that_are_read_many_times_are_computed_once():
+    def loss(x, labels):
+        rows = jnp.arange(ROWS)
+        for _ in range(60):  # 2**60 ways lead from the sum to its operand
+            rows = rows + rows
+        return x[rows, labels].sum()
+
+    fun = of_logits(loss)
+    assert autocast(fun, "float16")(*ARGS) == fun(*ARGS)

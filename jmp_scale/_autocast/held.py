@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from types import CellType, FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 
@@ -71,7 +71,7 @@ class Held:
         return copied(self.fun)
 
 
-def is_half_array(x: Any) -> bool:
+def is_half_array(x: Any) -> TypeGuard[jax.Array]:
     """Whether an object is an array of half precision."""
     return isinstance(x, jax.Array) and holds_half(x)
 

@@ -61,8 +61,9 @@ class Interpreter(Casting):
         """
         inputs, invars = dict[Var, Any](), _jaxpr.bare(jaxpr).invars
         for v, origin, x in zip(invars, origins, values, strict=True):
-            is_stored = is_half_array(x) and (origin or _jaxpr.is_float32(v))
-            inputs[v] = Stored.of(x) if is_stored else x
+            if is_half_array(x) and (origin or _jaxpr.is_float32(v)):
+                x = Stored.of(x)
+            inputs[v] = x
         stored = {v: x.half.dtype for v, x in inputs.items() if isinstance(x, Stored)}
         reading = read(jaxpr, origins, self, stored)
         for v, x in reading.constants.items():

@@ -1,5 +1,6 @@
 """`compare_speed`: times the gradient of a loss in float32 and in half precision."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -75,7 +76,7 @@ def compare_speed(
     on the host. Both programs are compiled once, as `jax.jit` compiles them, and run in
     turn in alternating order for about ten seconds, three rounds at least; each sample
     waits for its result. Float32 also runs beside itself, as a control. The logger
-    `jmp_scale` says at level INFO when they are timed.
+    `jmp_scale` says at level INFO which program is compiled or timed.
 
     Args:
       half_loss: the whole loss in half precision. In float16 its gradient is scaled and
@@ -88,12 +89,13 @@ def compare_speed(
     """
     function = "compare_speed"
     given = args, argnums, has_aux, transform
+    half, full = (Loss(function, fun, *given) for fun in (half_loss, loss))
     arrays, rejoin = concrete_arrays(function, args)
-    full, _ = _compiled(Loss(function, loss, *given), arrays, rejoin)
-    half, s = _compiled(Loss(function, half_loss, *given), arrays, rejoin)
+    full_gradient = _Gradient(full, arrays, rejoin)
+    half_gradient = _Gradient(half, arrays, rejoin)
     found = compare(
         "value and gradient",
-        {"float32": lambda: full, "half precision": lambda: half},
+        {"float32": full_gradient.compiled, "half precision": half_gradient.compiled},
         _SECONDS,
         gradient_of=lambda x: x.leaves,
     )
@@ -111,26 +113,34 @@ def compare_speed(
         believable=found.believable or 1.0,
         mebibytes=(full_row.mebibytes, half_row.mebibytes),
         error=half_row.error if half_row.error is not None else float("inf"),
-        loss_scale=s,
+        loss_scale=half_gradient.s,
         table=markdown(found),
     )
 
 
-def _compiled(
-    loss: Loss, arrays: Arrays, rejoin: Callable[[Arrays], PyTree]
-) -> tuple[Program, float]:
-    """Compiles a gradient once, in float16 with an S at which it is finite."""
+class _Gradient:
+    """The gradient of a loss, compiled once; in float16 at an S that is found then.
 
-    def run(arrays: Arrays, s: ArrayLike = 1.0) -> Backward:
-        return loss.run(s, rejoin(arrays))
+    An error of the loss comes out when it is made.
+    """
 
-    jitted = jax.jit(run)
-    traced = jitted.trace(arrays)
-    if "float16" not in narrow_dtypes(traced.jaxpr):
-        compiled = traced.lower().compile()
-        return Program(lambda: compiled(arrays), mebibytes_of(compiled)), 1.0
-    scaled = jitted.lower(arrays, jnp.float32(1)).compile()
-    start = start_of(loss.function, None, {"float16"})
-    _, s = start.found(lambda s: scaled(arrays, s))
-    given = arrays, jnp.float32(s)
-    return Program(lambda: scaled(*given), mebibytes_of(scaled)), s
+    def __init__(
+        self, loss: Loss, arrays: Arrays, rejoin: Callable[[Arrays], PyTree]
+    ) -> None:
+        def run(arrays: Arrays, s: ArrayLike = 1.0) -> Backward:
+            return loss.run(s, rejoin(arrays))
+
+        self.s, self._function, self._args = 1.0, loss.function, (arrays,)
+        self._traced = jax.jit(run).trace(arrays)
+        if "float16" in narrow_dtypes(self._traced.jaxpr):
+            self._args = arrays, jnp.float32(1)
+            self._traced = jax.jit(run).trace(*self._args)
+
+    def compiled(self) -> Program:
+        compiled = self._traced.lower().compile()
+        arrays, *scaled = self._args
+        if scaled:
+            start = start_of(self._function, None, {"float16"})
+            _, self.s = start.found(lambda s: compiled(arrays, s))
+            self._args = arrays, jnp.float32(self.s)
+        return Program(functools.partial(compiled, *self._args), mebibytes_of(compiled))

@@ -73,3 +73,11 @@ def test_the_verdict_is_of_gains_that_the_control_does_not_show(
     assert found.summary().startswith(expected)
     assert "), in 50 % of the memory, and its" in found.summary()
     assert str(found) == found.summary()
+
+
+def test_a_program_that_is_too_large_to_compile_is_told():
+    def huge(w, x):
+        return loss(w, x) + jnp.sum(jnp.sort(jnp.zeros([2**25, 2**25]) + w[0, 0]))
+
+    with pytest.raises(RuntimeError, match=r"programs to run, got .*smaller batch"):
+        diagnostics.compare_speed(huge, loss, *ARGS)

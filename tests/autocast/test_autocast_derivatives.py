@@ -207,14 +207,6 @@ A, B = arrays((3, N, 2), (3, 2, N), scale=0.3)
 ONE = jnp.float32(1.0)
 
 
-def dense(s, w):
-    return mean_square(layer(s * w, layer(s * w, X)))
-
-
-def scan(s, w):
-    return mean_square(lax.scan(lambda h, _: (layer(s * w, h), h), X, length=3)[0])
-
-
 def calls(s, w):
     """A checkpoint, branches, and a function with a rule of its own."""
 
@@ -236,8 +228,13 @@ def lora(s, w):
 
 
 OF_A_SCALAR = {
-    "dense": (dense, 0.6 * W),
-    "scan": (scan, 0.6 * W),
+    "dense": (lambda s, w: two_layers(s * w, X), 0.6 * W),
+    "scan": (
+        lambda s, w: mean_square(
+            lax.scan(lambda h, _: (layer(s * w, h), h), X, length=3)[0]
+        ),
+        0.6 * W,
+    ),
     "calls": (calls, 0.6 * W),
     "lora": (lora, 0.6 * W.astype("bfloat16")),
 }

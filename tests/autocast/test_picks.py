@@ -192,8 +192,6 @@ KEPT = {
         jnp.take_along_axis(x, jnp.stack([y, 0 * y], -1), -1)
     ),
     "one axis": lambda x, y, h: jnp.sum(x[0][y]),
-    "rows that repeat": lambda x, y, h: jnp.sum(x[COUNT // 2, y]),
-    "rows of another order": lambda x, y, h: jnp.sum(x[COUNT[::-1], y] * (1 + COUNT)),
     "rows that start later": lambda x, y, h: jnp.sum(x[COUNT + 1, y] * (1 + COUNT)),
     "rows that wrap": lambda x, y, h: jnp.sum(
         jnp.tile(x, (40, 1))[jnp.arange(320).astype("uint8"), jnp.tile(y, 40)]

@@ -102,14 +102,27 @@ def test_a_product_that_is_offloaded_is_run_once_and_an_unsaved_one_twice(policy
     assert products(jax.value_and_grad(cast), WS, X) == wanted
 
 
+def gradient(fun):
+    return jnp.stack(jit_with_roundings(jax.grad(fun))(WS, X))
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     "policy",
     by_name([SAVING["names"]], [POLICIES.nothing_saveable, *SAVING.values()]),
 )
 def test_a_policy_changes_no_gradient(form, policy):
-    def gradient(fun):
-        return jnp.stack(jit_with_roundings(jax.grad(fun))(WS, X))
-
     got, wanted = map(gradient, (FORMS[form](policy), autocast(loss, "bfloat16")))
     assert_norm_close(got, wanted, 2.0**-10)
+
+
+@pytest.mark.parametrize("recompute", [True, slow(False)])
+@pytest.mark.parametrize("policy", ["dots_saveable", "names"])
+@transposes_checkpoints
+def test_a_float32_result_is_saved_as_it_is(policy, recompute):
+    how = {"recompute": recompute, "float32_results": "layer"}
+    saving = FORMS["around"](SAVING[policy], **how)
+    got, wanted = map(gradient, (saving, autocast(loss, "bfloat16", **how)))
+    assert_norm_close(got, wanted, 2.0**-10)
+    saved = jax.tree.leaves(jax.vjp(saving, WS, X)[1])
+    assert [x.dtype for x in saved if x.shape == X.shape] == ["float32"] * (LAYERS + 1)

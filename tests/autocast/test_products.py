@@ -11,7 +11,6 @@ from autocast_programs import IMAGE, K3, W, X, arrays, convolve
 from flax import nnx
 from helpers import EXPLICIT_TWO, slow
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
@@ -166,24 +165,3 @@ def test_a_float32_result_halves_the_error_of_a_head(options):
     # A backward pass in bfloat16 has an error of its own.
     share = 0.9 if "backward" in options else 0.7
     assert error(cast(float32_results="head")) < share * error(cast())
-
-
-@pytest.mark.parametrize("recompute", [True, slow(False)])
-@pytest.mark.parametrize(
-    "policy",
-    [
-        jax.checkpoint_policies.dots_saveable,
-        jax.checkpoint_policies.save_only_these_names("logits"),
-    ],
-)
-def test_a_checkpoint_saves_a_float32_result_as_it_is(policy, recompute):
-    def fun(x, w):
-        return jnp.sum(jnp.sin(checkpoint_name(head(x, w), "logits")))
-
-    half = autocast(fun, "bfloat16", recompute=recompute, float32_results="head")
-    saving = jax.checkpoint(half, policy=policy)
-    args = X, W[:, :12]
-    found, wanted = (jax.grad(each)(*args) for each in (saving, half))
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
-    saved = jax.tree.leaves(jax.vjp(saving, *args)[1])
-    assert jnp.float32 in [x.dtype for x in saved if x.shape == (8, 12)]

@@ -274,13 +274,6 @@ def test_an_empty_line_ends_each_body_as_pythons_own_prompt_needs(name):
         assert [lines[node.end_lineno] for node in bodies] == [""] * len(bodies)
 
 
-def test_every_example_is_on_its_page():
-    scripts = {path.name for path in ROOT.glob("examples/[!_]*.py")}
-    page = TEXTS["docs/examples.md"]
-    assert set(re.findall(r"`(\w+\.py)`", page)) == scripts
-    assert {*re.findall(r"^\[The program\]\(.*/(.*)\)$", page, re.M)} == scripts
-
-
 def test_every_rule_of_every_table_has_its_section():
     """Of `precision_report` on its page, of all others on that of troubles."""
     tables = comparison, sensitivity, diagnosis, health, step_rules

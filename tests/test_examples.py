@@ -97,9 +97,12 @@ def test_help_says_what_the_example_shows_and_steps_that_are_none_are_an_error(
     assert expected in run(name, "--steps=0")
 
 
-def test_every_example_is_in_the_reading_order():
+def test_every_example_is_in_the_reading_order_and_on_the_page_of_examples():
     table = (EXAMPLES / "README.md").read_text()
     assert sorted(re.findall(r"^\| \[(\w+\.py)\]\(\1\)", table, re.M)) == SCRIPTS
+    page = (EXAMPLES.parent / "docs/examples.md").read_text()
+    assert {*re.findall(r"`(\w+\.py)`", page)} == {*SCRIPTS}
+    assert {*re.findall(r"^\[The program\]\(.*/(.*)\)$", page, re.M)} == {*SCRIPTS}
 
 
 def number(cell):

@@ -104,7 +104,7 @@ def plot_gradients(comparison: GradientComparison, ax: Axes | None = None) -> Ax
     xlabel = f"error of the gradient at S = {s} (orange: lost or not finite)"
     ax.set(xlim=(0, 1), xlabel=xlabel, title="Gradient in half precision")
     if comparison.window:
-        low, high, start = (_power(np.log2(s)) for s in comparison.window)
+        low, high, start = map(_power, np.log2(comparison.window))
         ax.set_title(f"Loss scales from {low} to {high} work; start from {start}")
     ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     _finish(ax)

@@ -155,11 +155,9 @@ for _cls in (LossScaleState, HalfStorageState):
 
 
 def is_loss_scale_state(node: PyTree) -> bool:
-    """Whether a node is a `LossScaleState`, or the mapping that Flax made of it.
-
-    Of a mapping, proven is that it has all flags and counters, and no other names.
-    """
-    # `nnx.state` leaves out the fields that hold no array, such as a guard of None.
+    """Whether a node is a `LossScaleState`, or the mapping that Flax made of it."""
+    # A mapping must have all flags and counters, and no other names. `nnx.state` leaves
+    # out the fields that hold no array, such as a guard of None.
     if isinstance(node, Mapping):
         return START.keys() <= set(node) <= set(LossScaleState._fields)
     return isinstance(node, LossScaleState)
@@ -168,8 +166,8 @@ def is_loss_scale_state(node: PyTree) -> bool:
 def is_half_storage(node: PyTree) -> bool:
     """Whether a node is a `HalfStorageState`, or the mapping that Flax made of it.
 
-    Of a mapping, proven is that all its names are fields of that class, and that it
-    has integers besides `inner_state`. Parameters of these names are floating-point.
+    A mapping must have only fields of that class, and integers besides `inner_state`.
+    Parameters of these names are floating-point.
     """
     if not isinstance(node, Mapping):
         return isinstance(node, HalfStorageState)

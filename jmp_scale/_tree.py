@@ -175,8 +175,8 @@ def are_next_values(tree: PyTree) -> list[bool]:
     """Returns for each leaf whether it belongs to Flax's float8 collection.
 
     In place of gradients of these leaves JAX's transforms return their next values,
-    which must not be multiplied, added or averaged. The collection is proven by its
-    name, which Flax reserves: a key of a mapping, or the type that NNX makes of it.
+    which must not be multiplied, added or averaged. Flax reserves the collection's
+    name: a key of a mapping, or the type that NNX makes of it.
     """
 
     def is_variable_of_it(node: PyTree) -> bool:

@@ -20,7 +20,7 @@ from ._scaling.gradients import value_and_grad
 from ._scaling.spike_guard import SpikeGuard
 from ._scaling.transform import LossScaleTransformation
 from ._state import LossScale
-from ._tree import is_data, is_inexact, with_arrays
+from ._tree import find_nodes, is_data, is_inexact, with_arrays
 from ._types import Flag, Function, KeyPath, PyTree
 from ._validation import require_function
 
@@ -224,11 +224,8 @@ def _has_modules(tree: PyTree) -> bool:
 
 def _graph_nodes(args: PyTree) -> list[_Node]:
     """Returns modules and single variables among the arguments, in any containers."""
-
-    def is_node(x: PyTree) -> bool:
-        return isinstance(x, (nnx.Pytree, nnx.Variable))
-
-    return [x for x in jax.tree.leaves(args, is_leaf=is_node) if is_node(x)]
+    found = find_nodes(lambda x: isinstance(x, (nnx.Pytree, nnx.Variable)), args)
+    return [node for _, node in found]
 
 
 def _variables(nodes: list[_Node]) -> dict[_Path, nnx.Variable]:

@@ -11,8 +11,8 @@ ColossalAI, Flax, Keras 3, Paddle and PyTorch S can become 0 or infinite, which 
 turns every gradient into zero or NaN. Here a floor or cap beyond [2^-126, 2^126], or of
 None, means the nearer end of this range.
 
-Errors are those of `DynamicLossScale`, with its names of the arguments. A field without
-an argument is set by `dataclasses.replace(preset, min_loss_scale=1.0)`.
+Errors are those of `DynamicLossScale`, mostly with its names of the arguments. A field
+without an argument is set by `dataclasses.replace(preset, min_loss_scale=1.0)`.
 
 Examples:
   >>> from jmp_scale import presets

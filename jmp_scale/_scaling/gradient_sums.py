@@ -107,9 +107,9 @@ def sum_gradients(
     add = functools.partial(_total, wire=sent, mean=mean)
 
     def combined(
-        found: tuple[KeyPath, PyTree], own_like: PyTree, is_next_value: bool
+        leaf_at: tuple[KeyPath, PyTree], own_like: PyTree, is_next_value: bool
     ) -> PyTree:
-        path, leaf = found
+        path, leaf = leaf_at
         if not is_array(leaf) or leaf.dtype == jax.dtypes.float0:
             return leaf
         name = jax.tree_util.keystr(path) or "(the whole tree)"

@@ -18,10 +18,7 @@ _USES_UNITS = (0, 10, 2)  # jax 0.8 gains nothing, and some of the forms raise i
 
 @functools.cache
 def has_bfloat16_units() -> bool:
-    """Returns whether the CPU has matrix units for bfloat16 (Intel's AMX).
-
-    False where the operating system does not say it.
-    """
+    """Returns whether the operating system says that the CPU has AMX for bfloat16."""
     return any("amx_bf16" in flags.split() for flags in _values("flags"))
 
 

@@ -251,10 +251,8 @@ def params_of(eqn: JaxprEqn) -> dict[str, Any]:
 
 def has_effects(eqn: JaxprEqn) -> bool:
     """Whether an equation does more than to return results; `Scan3` does not say it."""
-    is_boxed = _BOX in eqn.params
-    return bool(eqn.effects) or (
-        is_boxed and any(map(is_reference, variables(eqn.invars)))
-    )
+    references = map(is_reference, variables(eqn.invars))
+    return bool(eqn.effects) or (_BOX in eqn.params and any(references))
 
 
 # An object of hijax contains the result of `jax.jit(f).trace`.
@@ -425,10 +423,7 @@ _INSTALLED = re.compile(r"/lib/python3|-packages\b")
 
 
 def place_of(eqns: Iterable[JaxprEqn]) -> str:
-    """Returns " (file:line, function)" of the first equation that a user's line made.
-
-    It is "" if there is none.
-    """
+    """Returns " (file:line, function)" of the first line of a user, "" for none."""
     for eqn in eqns:
         for frame in frames_of(eqn):
             if not _INSTALLED.search(frame.file):

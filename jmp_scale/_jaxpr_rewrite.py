@@ -115,17 +115,12 @@ def _constrains(sharding: object) -> bool:
 def _sharding_constraint(x: Var, sharding: Sharding, call: JaxprEqn) -> JaxprEqn:
     """Returns the equation of a constraint in the context of a call."""
     aval: Any = x.aval
+    constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
     with call.ctx.manager:
-        traced = jax.make_jaxpr(
-            functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
-        )(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+        traced = jax.make_jaxpr(constrain)(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
     (eqn,) = _jaxpr.bare(traced).eqns
-    return eqn.replace(
-        invars=[x],
-        outvars=[Var(x.aval)],
-        ctx=call.ctx,
-        source_info=call.source_info,
-    )
+    result, where = Var(x.aval), call.source_info
+    return eqn.replace(invars=[x], outvars=[result], ctx=call.ctx, source_info=where)
 
 
 def excerpt(

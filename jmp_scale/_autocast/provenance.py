@@ -241,9 +241,8 @@ class Reading:
         """
         if has_products(eqn):
             return None if self.cast.is_exempt(eqn) else Step("call", eqn)
-        if _jaxpr.name_of(eqn) in _CALLS and (
-            has_picks(eqn) or _jaxpr.any_half(variables(eqn.invars))
-        ):
+        reads_half = _jaxpr.any_half(variables(eqn.invars))
+        if _jaxpr.name_of(eqn) in _CALLS and (reads_half or has_picks(eqn)):
             return Step("call", eqn)
         return None
 
@@ -401,5 +400,5 @@ def _is_opened(call: JaxprEqn, is_exempt: Callable[[JaxprEqn], bool]) -> bool:
     (body,) = map(_jaxpr.bare, _jaxpr.subjaxprs(call))
     lookups = (_jaxpr.name_of(e) in _jaxpr.LOOKUPS or is_cheap(e) for e in body.eqns)
     # A call such as `jnp.take` only moves entries or looks up rows.
-    is_half = _jaxpr.any_half(variables(call.invars))
-    return has_picks(call) or is_half or all(lookups)
+    reads_half = _jaxpr.any_half(variables(call.invars))
+    return has_picks(call) or reads_half or all(lookups)

@@ -76,9 +76,8 @@ def trace(fun: Function, args: PyTree, kwargs: PyTree) -> Traced:
 
     def returned(outputs: Arrays) -> PyTree:
         pairs = zip(outputs, types, strict=True)
-        return given.returned(
-            [x.astype(t.dtype) if is_half(t.dtype) else x for x, t in pairs]
-        )
+        stored = [x.astype(t.dtype) if is_half(t.dtype) else x for x, t in pairs]
+        return given.returned(stored)
 
     return wide._replace(returned=returned)
 

@@ -102,9 +102,8 @@ class Run:
 
     @property
     def is_skipped(self) -> bool:
-        """Whether each optimizer, and each S that is not of one, skipped the step."""
-        scales = [s for s in self.calls.scales if s[:-1] not in self.calls.states]
-        is_overflow = [self.counted[scale] == "overflow" for scale in scales]
+        """Whether each optimizer skipped the step, and each S counts an overflow."""
+        is_overflow = [counted == "overflow" for counted in self.counted.values()]
         return len(self.skipped) == len(self.calls.states) and all(is_overflow)
 
     @functools.cached_property

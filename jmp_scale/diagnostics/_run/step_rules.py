@@ -30,8 +30,7 @@ RULES = {
         "hand, loss_scale = loss_scale.adjust(jmp_scale.all_finite(grads)).",
     ),
     "never unscaled": _error(
-        "It grows with S: gradients are never unscaled, or by another S, or the loss "
-        "is scaled twice.",
+        "It grows with S: gradients are not unscaled, by another S, or scaled twice.",
         f"{_TAKE} By hand, call opt_state.loss_scale.unscale(grads) after it.",
     ),
     "clipped while scaled": _error(

@@ -18,6 +18,10 @@ from optimizers import SGD
 import jmp_scale
 from jmp_scale.linen import TrainState
 
+pytestmark = pytest.mark.strict_promotion
+# Models whose layers have several dtypes.
+MIXED = jax.numpy_dtype_promotion("standard")
+
 
 class Net(nn.Module):
     @nn.compact
@@ -56,6 +60,7 @@ def kept(state):
 
 
 @each_skip
+@MIXED
 def test_a_skipped_step_leaves_all_that_the_state_keeps_bit_identical(
     tx, bad, with_value
 ):

@@ -14,6 +14,10 @@ from jmp_scale.nnx import Optimizer
 
 STATIC = jmp_scale.with_loss_scale(SGD, jmp_scale.StaticLossScale(8.0))
 
+pytestmark = pytest.mark.strict_promotion
+# Models whose layers have several dtypes.
+MIXED = jax.numpy_dtype_promotion("standard")
+
 
 class Net(nnx.Module):
     def __init__(self, rngs):
@@ -54,6 +58,7 @@ def values(model):
 
 
 @each_skip
+@MIXED
 def test_a_skipped_step_leaves_all_that_training_keeps_bit_identical(
     tx, bad, with_value
 ):
@@ -267,6 +272,7 @@ def test_autocast_loses_no_array_that_is_set_as_an_attribute():
     assert seen == [[2, 2]] * 3 or refused in seen
 
 
+@MIXED
 def test_marked_layers_are_trained_with_their_model():
     class Marked(nnx.Module):
         def __init__(self, rngs):
@@ -288,6 +294,7 @@ def test_marked_layers_are_trained_with_their_model():
     assert model.head.kernel is model.head.fun.kernel
 
 
+@MIXED
 def test_the_report_differentiates_only_the_trained_variables_of_an_optimizer():
     linear = nnx.Linear(4, 4, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     model = nnx.LoRA(4, 2, 4, base_module=linear, rngs=nnx.Rngs(1))

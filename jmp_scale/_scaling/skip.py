@@ -95,10 +95,7 @@ def _negative_zeros(update: PyTree) -> jax.Array:
 
 def _step_of_lists(jaxpr: Jaxpr) -> Function:
     """Returns the step as a function of applied, inputs, old state and constants."""
-    names = {*map(name_of, equations(jaxpr))}
-    is_seen = any(part in name for name in names for part in WAITS_OR_SHOWS)
-    # Someone may see the values of a skipped step, or wait for them.
-    is_plain = is_seen or bool(jaxpr.effects) or _debugs_nans()
+    is_plain = _is_observed(jaxpr)
 
     # JAX prints the function: `functools.partial` would print the whole jaxpr.
     def step(applied: Flag, inputs: Arrays, old: Arrays, consts: Arrays) -> Arrays:
@@ -135,9 +132,7 @@ def _selected(
     """
     count = len(jaxpr.outvars) - len(old)
     pairs: Pairs = list(zip(jaxpr.outvars[count:], old, strict=True))
-    made = {var for eqn in jaxpr.eqns for var in eqn.outvars} if at_once else set()
-    # Not made are arguments and literals. To select scalars later costs nothing.
-    old_of = {v: x for v, x in pairs if not is_literal(v) and v in made and x.ndim}
+    old_of = _old_by_variable(jaxpr, pairs) if at_once else {}
 
     def select(var: Var, value: jax.Array) -> jax.Array:
         return lax.select(applied, value, old_of[var]) if var in old_of else value
@@ -151,6 +146,20 @@ def _selected(
         state.append(new if is_selected else lax.select(applied, new, leaf))
     updates, _ = keep(applied, leaves[:count], (), ())
     return [*updates, *state]
+
+
+def _old_by_variable(jaxpr: Jaxpr, pairs: Pairs) -> dict[Var, jax.Array]:
+    """Returns the old leaf of each output that an equation defines."""
+    made = {var for eqn in jaxpr.eqns for var in eqn.outvars}
+    # An argument or a literal is none of these. To select scalars later costs nothing.
+    return {v: x for v, x in pairs if not is_literal(v) and v in made and x.ndim}
+
+
+def _is_observed(jaxpr: Jaxpr) -> bool:
+    """Whether someone may see the values of a skipped step, or wait for them."""
+    names = {*map(name_of, equations(jaxpr))}
+    shows = any(part in name for name in names for part in WAITS_OR_SHOWS)
+    return shows or bool(jaxpr.effects) or _debugs_nans()
 
 
 def _debugs_nans() -> bool:

@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 import jmp_scale
 from jmp_scale import _cpu, autocast
 from jmp_scale._autocast.dot_general import wide_dot_general
+from jmp_scale._tree import cast_floating
+from jmp_scale.diagnostics._timing import seconds_of
 
 MATRICES = (((1,), (0,)), ((), ()))
 PRODUCTS = {
@@ -199,3 +201,24 @@ def test_a_half_stored_weight_has_the_product_that_units_take(monkeypatch, units
     fun = jax.grad(autocast(lambda w: jnp.mean(jnp.tanh(x @ w)), "bfloat16"))
     lowered = jax.jit(fun).lower(w).as_text()
     assert bool(re.search(WIDE.format("bf16"), lowered)) == units
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not _cpu.has_bfloat16_units() or jax.__version_info__ < (0, 12),
+    reason="matrix units of a CPU, which jax 0.12 uses in the forward pass, too",
+)
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_matrix_units_of_a_cpu_gain(stored):
+    x = normal(0, (1024, 512), "float32")
+    ws = [normal(i, (512, 512), "float32") / 20 for i in range(1, 5)]
+
+    def loss(ws):
+        return jnp.mean(functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x) ** 2)
+
+    half = jax.jit(jax.grad(autocast(loss, "bfloat16"))), cast_floating(ws, stored)
+    runs = (jax.jit(jax.grad(loss)), ws), half
+    rounds = [
+        [seconds_of(functools.partial(*run), 2) for run in runs] for _ in range(9)
+    ]
+    assert np.median([wide / half for wide, half in rounds]) > 1.5

@@ -21,11 +21,28 @@ Examples:
   2048.0
 """
 
-import types
 from typing import Any
 
 from ._scaling.loss_scale import DynamicLossScale
 from ._validation import LARGEST, SMALLEST, Arguments
+
+__all__ = [
+    "pytorch",
+    "apex",
+    "deepspeed",
+    "megatron",
+    "colossalai",
+    "fairseq",
+    "cerebras",
+    "keras",
+    "tf_keras",
+    "tensorflow",
+    "paddle",
+    "mindspore",
+    "flax",
+    "jmp",
+    "mpx",
+]
 
 
 def _within(
@@ -272,5 +289,4 @@ def mpx(
 
 
 def __dir__() -> list[str]:
-    functions = [x for x in globals().values() if isinstance(x, types.FunctionType)]
-    return [f.__name__ for f in functions if not f.__name__.startswith("_")]
+    return __all__

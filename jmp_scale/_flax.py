@@ -33,5 +33,5 @@ def wrap_once(
     return tx
 
 
-for _cls in (*LossScale.__subclasses__(), SpikeGuard):
+for _cls in _pytree.Pytree.subclasses:
     _pytree.register_state_dict(_cls)  # objects may be from before Flax was imported

@@ -27,6 +27,7 @@ class Pytree:
 
     _leaf_names: ClassVar[tuple[str, ...]] = ()  # set by `register`
     _may_round: ClassVar[bool] = False  # whether floats may come back from bfloat16
+    subclasses: ClassVar[list[type]] = []
 
     def __repr__(self) -> str:
         """Shows the arguments that differ from defaults, and make an equal object."""
@@ -41,6 +42,9 @@ class Pytree:
     def _starts(self) -> dict[str, int]:
         """Returns the values of leaves that are given as None."""
         return {}
+
+    def __init_subclass__(cls) -> None:
+        Pytree.subclasses.append(cls)
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         register_state_dict(cls)

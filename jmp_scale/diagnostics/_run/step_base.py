@@ -131,7 +131,8 @@ class Base:
             powers = [tried[first - 1] + power for power in _OF_HALF]
         found = SeveralS(at, powers, is_exact)
         # A clip behind the gradients leaves few S at which they show.
-        return SeveralS(at, _MORE_POWERS, True) if found.is_unclear else found
+        is_unclear = is_exact and found.is_unclear
+        return SeveralS(at, _MORE_POWERS, True) if is_unclear else found
 
     def at_power(self, scale: Path, power: int) -> Run | None:
         """Calls the step at one S of 2^power; None if it is not applied alike."""
@@ -171,9 +172,8 @@ class SeveralS:
         """Whether a leaf depends on S by no power, which no cause explains."""
         floats = {path for run in self.runs.values() for path in run.floats}
         rows = [row for path, row in self.rows.items() if path in floats]
-        rows = [row for row in rows if (row.entries != row.entries[:1]).any()]
-        has_cause = any(row.direction > 0 or row.falls_at_once for row in rows)
-        return self.is_exact and not has_cause and not all(r.direction for r in rows)
+        has_cause = any(row.has_cause for row in rows)
+        return not has_cause and any(row.is_unclear for row in rows)
 
 
 def base_of(calls: Calls) -> Base:

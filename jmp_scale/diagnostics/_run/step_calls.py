@@ -19,7 +19,7 @@ from ..._state import (
     find_loss_scale_states,
 )
 from ..._tree import find_nodes, is_data, is_inexact, is_module
-from ..._types import Function, PyTree
+from ..._types import Function, KeyPath, PyTree
 from .._findings import Finding, finding
 from .._tables import said
 from . import step_leaves
@@ -174,7 +174,7 @@ class Calls:
         self._own = {(str(i),): (name,) for i, name in enumerate(names)}
         self._own |= zip(self._carried, self._carried, strict=True)
         args = [*args, *kwargs.values()]  # a tuple of states would look like a chain
-        optimizers = find_nodes(_is_of_optimizer, args)
+        optimizers = dict(find_nodes(_is_of_optimizer, args))
         leaves = jax.tree.leaves(args, is_leaf=_is_scale)
         # The S of each constant loss scale.
         self.fixed = [x.loss_scale for x in leaves if isinstance(x, StaticLossScale)]
@@ -184,22 +184,26 @@ class Calls:
         self._keys = {path_of(keys): keys for keys, _ in pairs}
         self.start = {path: x for path, x in self._leaves.items() if is_data(x)}
         # Variables of NNX outside of modules, as in an optimizer's state, are results.
-        modules = [path_of(keys) for keys, _ in find_nodes(is_module, args)]
-        self._in_modules = self._below(*modules)
+        modules = dict(find_nodes(is_module, args))
+        self._in_modules = self._below(*map(path_of, modules))
+        self._places: dict[Path, Path] | None = None
+        self.count = 0
+        self.raised: list[str] = []  # calls that raised, with the error of the first
+        self._find_states(optimizers)
+
+    def _find_states(self, optimizers: Mapping[KeyPath, PyTree]) -> None:
+        """Finds S, and the leaves of optimizers with all that belongs to them."""
         self.states = self._parents("grads_finite", "applied", "skipped")
         self.scales = self._parents("loss_scale", "counter")
-        # Leaves of optimizers with all that belongs to them, and S, flags, a guard's.
         history = self._parents("first_norm", "pushed")
         self.in_optimizers = self._below(*self.states, *self.scales, *history)
         inner = [(*state, "inner_state") for state in self.states]
+        # S, flags, and what a guard has.
         self.ours = self.in_optimizers - self._below(*inner)
-        self.in_optimizers |= self._below(*(path_of(keys) for keys, _ in optimizers))
-        self._places: dict[Path, Path] | None = None
+        self.in_optimizers |= self._below(*map(path_of, optimizers))
         self.has_optimizer = any((optimizers, self.scales, self.states))
-        with_s = all(find_loss_scale_states(node) for _, node in optimizers)
-        self.has_other_optimizers = bool(self.states) and not with_s
-        self.count = 0
-        self.raised: list[str] = []  # calls that raised, with the error of the first
+        have_s = all(map(find_loss_scale_states, optimizers.values()))
+        self.has_other_optimizers = bool(self.states) and not have_s
 
     def _below(self, *nodes: Path) -> set[Path]:
         """Returns the arrays in these nodes."""

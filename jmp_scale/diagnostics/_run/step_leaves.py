@@ -154,13 +154,20 @@ def _candidates(
         for place in () if is_below(path, whole) else places[form]:
             if own.get(path) == path or _may_match(path, place, form):
                 leaves = _pairs(path, place, form)
-                gaps = (difference(before[p], results[q]) for p, q in leaves.items())
-                gap = float(np.nansum(np.abs(np.concatenate([*gaps]))))
                 is_own = own.get(path) == place
-                key = form, *(sampled(host(before[p])).tobytes() for p in leaves)
-                rank = -len(form), not is_own, len(path), gap
+                key = form, *_bytes_of(before, leaves)
+                rank = -len(form), not is_own, len(path), _gap(before, results, leaves)
                 candidates.append((rank, (is_own and place, key), leaves))
     return [each[1:] for each in sorted(candidates, key=lambda each: each[0])]
+
+
+def _bytes_of(arrays: Named, paths: Iterable[Path]) -> list[bytes]:
+    return [sampled(host(arrays[path])).tobytes() for path in paths]
+
+
+def _gap(before: Named, results: Named, leaves: Mapping[Path, Path]) -> float:
+    gaps = [difference(before[p], results[place]) for p, place in leaves.items()]
+    return float(np.nansum(np.abs(np.concatenate(gaps))))
 
 
 def _may_match(path: Path, place: Path, form: Form) -> bool:

@@ -260,16 +260,28 @@ def overflow_is_skipped(base: Base) -> Findings:
     if "finite" not in usual.counted.values() or base.changing:
         return  # no skip is told, or what is hidden cannot be told apart
     run = base.exact.call("infinite gradients on one device", counter=OVERFLOWS)
-    pairs = [(usual, run), (base.run, base.call("S = 2^100", s=2.0**100))]
-    for several in base.several_s:
-        last = [] if several.is_exact else [*several.runs.values()][-2:]
-        pairs += itertools.pairwise(last)
-    if any(usual.is_alike(run) and run.differs(usual) for usual, run in pairs):
+    if any(itertools.starmap(_is_hidden, [(usual, run), *_at_large_s(base)])):
         yield from base.found("overflow hidden")
     elif run is not None:
-        flags = base.calls.flags or [(*s, "counter") for s in base.calls.scales]
-        alone = [p for p in flags if p in run.after and _disagree(run.after[p])]
-        yield from base.found("skipped alone", alone)
+        yield from base.found("skipped alone", _alone(run))
+
+
+def _at_large_s(base: Base) -> Iterator[tuple[Run, Run | None]]:
+    """Yields pairs of runs of which the second may overflow in part."""
+    yield base.run, base.call("S = 2^100", s=2.0**100)
+    for several in base.several_s:
+        if not several.is_exact:
+            yield from [*itertools.pairwise(several.runs.values())][-1:]
+
+
+def _alone(run: Run) -> list[Path]:
+    """Returns the counters that differ between devices."""
+    counters = run.calls.flags or [(*s, "counter") for s in run.calls.scales]
+    return [p for p in counters if p in run.after and _disagree(run.after[p])]
+
+
+def _is_hidden(usual: Run, run: Run | None) -> bool:
+    return usual.is_alike(run) and run.differs(usual)
 
 
 # The step that follows.

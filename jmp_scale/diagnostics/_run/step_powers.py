@@ -65,6 +65,15 @@ class Row(NamedTuple):
         return self.is_exact and min(self.counts[:1], default=0) < 0
 
     @property
+    def has_cause(self) -> bool:
+        return self.direction > 0 or self.falls_at_once
+
+    @property
+    def is_unclear(self) -> bool:
+        """Whether entries depend on S, by no power."""
+        return not self.direction and bool((self.entries != self.entries[:1]).any())
+
+    @property
     def is_flat_below(self) -> bool:
         """Whether entries that fall are the same at two smaller S.
 

@@ -59,11 +59,9 @@ class Interpreter(Casting):
         The gradient of a half-precision array is added in float32 if the array is
         given, or if the program was traced with float32 in its place.
         """
-        inputs, invars = dict[Var, Any](), _jaxpr.bare(jaxpr).invars
-        for v, origin, x in zip(invars, origins, values, strict=True):
-            if is_half_array(x) and (origin or _jaxpr.is_float32(v)):
-                x = Stored.of(x)
-            inputs[v] = x
+        invars = _jaxpr.bare(jaxpr).invars
+        pairs = zip(invars, map(_input, invars, origins, values), strict=True)
+        inputs: dict[Var, Any] = dict(pairs)
         stored = {v: x.half.dtype for v, x in inputs.items() if isinstance(x, Stored)}
         reading = read(jaxpr, origins, self, stored)
         for v, x in reading.constants.items():
@@ -244,6 +242,11 @@ class Interpreter(Casting):
                 "cast the function that it calls",
             )
         return None
+
+
+def _input(v: Var, origin: Origin, x: Any) -> Any:
+    is_stored = is_half_array(x) and (origin or _jaxpr.is_float32(v))
+    return Stored.of(x) if is_stored else x
 
 
 def _with_cotangent_of_its_dtype(x: Any) -> Any:

@@ -166,17 +166,18 @@ def _computed(
     if v not in known and len(known) < _MOST_EQUATIONS:
         known[v] = None
         values = [_computed(each, maker_of, constants, known) for each in eqn.invars]
-        operands = [value for value in values if value is not None]
-        if len(operands) == len(values):
-            known[v] = _in_numpy(eqn, operands)
+        known[v] = _in_numpy(eqn, values)
     return known.get(v)
 
 
-def _in_numpy(eqn: JaxprEqn, operands: Sequence[np.ndarray]) -> np.ndarray | None:
+def _in_numpy(eqn: JaxprEqn, values: Sequence[np.ndarray | None]) -> np.ndarray | None:
     """Computes an equation as indices are computed; None if it is another one.
 
     Its dtype is the equation's, in which a count of many rows may wrap.
     """
+    operands = [value for value in values if value is not None]
+    if len(operands) < len(values):
+        return None
     name, params, (result,) = _jaxpr.name_of(eqn), eqn.params, eqn.outvars
     shape, dtype = _dims(result), _jaxpr.dtype_of(result)
     if name == "iota":

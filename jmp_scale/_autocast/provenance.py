@@ -376,7 +376,7 @@ def read(
     is_opened = functools.partial(_is_opened, is_exempt=cast.is_exempt)
     jaxpr, constants = _jaxpr_rewrite.inlined(program, is_opened)
     traced = {v for v, x in constants.items() if isinstance(x, Tracer)}
-    arrays = (v for v in traced if not _jaxpr.is_reference(v))
+    arrays = itertools.filterfalse(_jaxpr.is_reference, traced)
     half = {v: _jaxpr.dtype_of(v) for v in arrays if is_half(dtype_name(v))}
     stored = {**(stored or {}), **half}
 

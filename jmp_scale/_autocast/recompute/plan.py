@@ -1,14 +1,15 @@
 """Plans what runs together, what is saved for the backward pass, what is recomputed.
 
-For
+With an argument `x`, of
 
 ```
 h = x + gelu(x @ w1) @ w2
 y = normalize(h) @ w3
 ```
 
-it saves `x`, an argument, and in half precision, as products return them, `x @ w1` and
-`gelu(...) @ w2`. It recomputes the results of gelu, the sum `h`, and its norm.
+`x` is saved and, in half precision, as products return them, `x @ w1` and
+`gelu(...) @ w2`. The backward pass recomputes the results of gelu, the sum `h`, and its
+norm.
 """
 
 import dataclasses

@@ -183,6 +183,8 @@ class _HalfStorage:
     def _map_averages(
         self, fun: Callable[[jax.Array], jax.Array], state: PyTree, params: PyTree
     ) -> optax.OptState:
+        if not self.averages:
+            return state
         leaves, structure = jax.tree.flatten(state)
         pairs = zip(leaves, self._averages_of(state, params), strict=True)
         return structure.unflatten(fun(x) if place else x for x, place in pairs)

@@ -197,15 +197,20 @@ def _rule_of_skips(
     state: LossScaleState, s: float, in_a_row: int, steps: Steps | None
 ) -> str | None:
     losses, overflows = _causes(state, in_a_row, steps)
-    if not overflows:
-        return "loss not finite" if losses else None
+    if overflows:
+        return _rule_of_overflows(state, s, in_a_row, losses)
+    return "loss not finite" if losses else None
+
+
+def _rule_of_overflows(
+    state: LossScaleState, s: float, in_a_row: int, losses: int
+) -> str | None:
     # A class of the user's own may have no floor, and a mapping of Flax has none.
-    floor = getattr(state.loss_scale, "min_loss_scale", -math.inf)
-    if s <= floor:
+    floor = getattr(state.loss_scale, "min_loss_scale", None)
+    if floor is not None and s <= floor:
         return "stuck at the floor" if in_a_row > 1 else None
     # A large S needs some steps at first, and a broken batch explains a few later.
-    has_floor = floor > -math.inf
-    is_start = has_floor and in_a_row == int(state.skipped) and not losses
+    is_start = floor is not None and in_a_row == int(state.skipped) and not losses
     return "every step skipped" if in_a_row >= 10 and not is_start else None
 
 

@@ -24,6 +24,12 @@ def mapping(s):
 
 
 # Words of the finding, if there is one, a state, and what is recorded.
+class Floorless(STATIC):
+    """A rule of a user, with the field of a floor."""
+
+    min_loss_scale = None
+
+
 STATES = {
     "old skips": (None, state(skipped=7)),
     "a constant S of 1": (None, state(jmp_scale.NoOpLossScale())),
@@ -44,6 +50,7 @@ STATES = {
     ),
     "every step": ("something broke", state(DYNAMIC(8.0), 50, 10)),
     "every step, static": ("something broke", state(STATIC(8), 10, 10)),
+    "every step, without a floor": ("something broke", state(Floorless(8), 10, 10)),
     "every step, of a mapping": ("something broke", mapping(8.0)),
     "S is NaN": ("scale is nan", mapping(np.nan)),
     "S is infinite": ("scale is inf", mapping(np.inf)),

@@ -115,11 +115,15 @@ class Run:
         """Returns the floating-point leaves that are not of optimizers."""
         return [path for path in self.floats if path not in self.calls.in_optimizers]
 
+    @property
+    def moments(self) -> list[Path]:
+        """Returns the leaves of optimizers, with all that belongs to them."""
+        return [path for path in self.changes if path in self.calls.in_optimizers]
+
     @functools.cached_property
     def moving(self) -> list[Path]:
-        """Returns the moments, which are those of optimizers, that move."""
-        moments = filter(self.calls.in_optimizers.__contains__, self.floats)
-        return [*filter(self.moved, moments)]
+        """Returns the floating-point ones that move."""
+        return [p for p in self.moments if self.changes[p].eps and self.moved(p)]
 
     @property
     def learning(self) -> list[Path]:

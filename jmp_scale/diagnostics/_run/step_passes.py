@@ -144,8 +144,7 @@ def replicas_agree(base: Base) -> Findings:
     rows = [host(base.first.before[path]) for path in last.weights]
     is_mapped = all(x.ndim and (x == x[0]).all() for x in rows)  # as under pmap
     is_mapped = is_mapped and any((x != x.flat[0]).any() for x in rows)
-    moments = filter(base.calls.in_optimizers.__contains__, last.changes)
-    apart = [path for path in moments if _disagree(last.after[path], is_mapped)]
+    apart = [path for path in last.moments if _disagree(last.after[path], is_mapped)]
     yield from base.found("replicas diverge", apart)
 
 

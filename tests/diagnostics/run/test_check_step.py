@@ -424,3 +424,15 @@ def test_each_rule_has_a_step_and_says_what_to_write():
     for rule in RULES.values():
         assert rule.text.endswith(".")
         assert rule.cure.endswith(".")
+
+
+def test_a_result_that_is_scaled_is_a_warning_unless_its_name_says_so():
+    def step(name, w, state, x):
+        s = state.loss_scale.loss_scale
+        w, state, loss = sgd_step(w, state, x)
+        return w, state, {name: loss * s, "S": s}
+
+    for name, rules in (("loss", ["reported scaled"]), ("scaled_loss", [])):
+        compiled = jax.jit(step, static_argnums=0)
+        found = check_step(compiled, name, WEIGHTS, SGD.init(WEIGHTS), ROWS)
+        assert [p.rule for p in found.findings] == rules
